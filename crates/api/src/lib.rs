@@ -1,0 +1,27 @@
+//! The HTTP API's wire types, its errors, and the source of its OpenAPI document. No I/O.
+//!
+//! The shapes are those that published PandaStack clients send and parse; where a field has a quirk, it says which client
+//! needs it. The control plane serves these types, the client crate parses the same ones.
+#![forbid(unsafe_code)]
+
+mod error;
+mod exec;
+mod fork;
+mod fs;
+mod sandbox;
+mod snapshot;
+mod template;
+
+pub use error::{ErrorBody, ErrorClass};
+pub use exec::{ExecReply, ExecRequest, StreamChunk, StreamError, StreamExit};
+pub use fork::{
+    CaptureBreakdown, Fork, ForkError, ForkMode, ForkRequest, ForkTreeRequest, MAX_FORK_COUNT, PromoteReply,
+    PromoteRequest,
+};
+pub use fs::{DirEntry, DirListing, WriteReply};
+pub use sandbox::{
+    BootBreakdown, BootMode, CreateSandboxRequest, Lifecycle, LifecyclePatch, MAX_METADATA_BYTES, Me,
+    RESERVED_METADATA, Sandbox, SandboxStatus, Version, is_reserved_metadata,
+};
+pub use snapshot::{CreatedSnapshot, Snapshot};
+pub use template::Template;
