@@ -1,0 +1,198 @@
+//! The resume handshake, its hooks, and quiesce, with a system that records.
+#![expect(clippy::unwrap_used, reason = "test helpers")]
+
+use std::{fs, os::unix::fs::PermissionsExt, path::Path, time::Duration};
+
+use crate::common::{Guest, resume_request, run, sh, within};
+use coppice_guest::Effect;
+use coppice_guest_proto::v1;
+use tonic::Code;
+use uuid::Uuid;
+
+fn hook(root: &Path, name: &str, mode: u32, script: &str) {
+    let dir = root.join("etc/coppice/resume.d");
+    fs::create_dir_all(&dir).unwrap();
+    fs::write(dir.join(name), format!("#!/bin/sh\n{script}\n")).unwrap();
+    fs::set_permissions(dir.join(name), fs::Permissions::from_mode(mode)).unwrap();
+}
+
+fn fork_request() -> v1::ResumeRequest {
+    v1::ResumeRequest {
+        reason: v1::ResumeReason::Fork.into(),
+        fork: Some(v1::ForkIdentity {
+            parent: "sandbox-0".into(),
+            tree: "tree-1".into(),
+            index: 2,
+            count: 4,
+            mode: "fork-tree".into(),
+        }),
+        net: Some(v1::Network {
+            mac: "52:54:00:00:00:01".into(),
+            ip: "10.0.0.2".into(),
+            prefix: 30,
+            gateway: "10.0.0.1".into(),
+            dns: vec!["10.0.0.1".into()],
+        }),
+        ..resume_request()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn everything_in_order_and_once_per_generation() {
+    let guest = Guest::new();
+    let root = guest.root.path();
+    // An hour behind, as after a restore.
+    guest.system.set_clock_error_ns(-3_600_000_000_000);
+    hook(root, "10-first", 0o755, "echo $COPPICE_FORK_INDEX $COPPICE_REASON $COPPICE_SANDBOX_ID > order");
+    hook(root, "20-second", 0o755, "cat etc/hostname run/coppice/identity.json >> order; echo x >> count");
+    let mut client = guest.session().await;
+    let request = fork_request();
+    let reply = client.resume(request.clone()).await.unwrap().into_inner();
+    assert_eq!(reply.generation, request.generation);
+    let off = reply.clock_error_ns + 3_600_000_000_000;
+    assert!(off.abs() < 2_000_000_000, "{off}");
+    let hooks: Vec<_> = reply.hooks.iter().map(|h| (h.name.as_str(), h.exit_code, h.timed_out)).collect();
+    assert_eq!(hooks, [("10-first", 0, false), ("20-second", 0, false)]);
+
+    let effects = guest.system.effects();
+    assert!(matches!(effects[0], Effect::StepClock(ns) if ns >= request.wall_clock_unix_ns));
+    assert_eq!(effects[1..], [Effect::AddEntropy(vec![7; 64]), Effect::SetHostname("sbx-1".into())]);
+    assert_eq!(fs::read_to_string(root.join("etc/hostname")).unwrap(), "sbx-1\n");
+    assert_eq!(fs::read_to_string(root.join("etc/machine-id")).unwrap(), "0123456789abcdef0123456789abcdef\n");
+    let identity: serde_json::Value =
+        serde_json::from_str(&fs::read_to_string(root.join("run/coppice/identity.json")).unwrap()).unwrap();
+    let generation = Uuid::from_slice(&request.generation).unwrap().to_string();
+    assert_eq!(
+        identity,
+        serde_json::json!({
+            "generation": generation, "sandbox_id": "sandbox-1", "reason": "fork", "hostname": "sbx-1",
+            "machine_id": "0123456789abcdef0123456789abcdef",
+            "fork": {"parent": "sandbox-0", "tree": "tree-1", "index": 2, "count": 4, "mode": "fork-tree"},
+            "net": {"mac": "52:54:00:00:00:01", "ip": "10.0.0.2", "prefix": 30, "gateway": "10.0.0.1", "dns": ["10.0.0.1"]},
+        })
+    );
+    let order = fs::read_to_string(root.join("order")).unwrap();
+    assert!(order.starts_with("2 fork sandbox-1\nsbx-1\n{") && order.contains(&generation), "{order}");
+
+    // The same generation again, also at the same time: the same answer, and nothing done twice.
+    let again = (0..5).map(|_| {
+        let (mut client, request) = (client.clone(), request.clone());
+        async move { client.resume(request).await.unwrap().into_inner() }
+    });
+    assert!(futures::future::join_all(again).await.iter().all(|again| *again == reply));
+    assert_eq!(guest.system.effects().len(), 3);
+    assert_eq!(fs::read_to_string(root.join("count")).unwrap(), "x\n");
+    assert_eq!(client.info(v1::InfoRequest {}).await.unwrap().into_inner().generation, request.generation);
+
+    // Another generation: everything again.
+    client.resume(fork_request()).await.unwrap();
+    assert_eq!(guest.system.effects().len(), 6);
+    assert!(
+        !fs::read_dir(root.join("etc")).unwrap().any(|e| e.unwrap().file_name().to_string_lossy().starts_with('.'))
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bad_input_is_refused_and_changes_nothing() {
+    let guest = Guest::new();
+    let mut client = guest.session().await;
+    let good = resume_request;
+    for bad in [
+        v1::ResumeRequest { generation: vec![1; 15], ..good() },
+        v1::ResumeRequest { generation: vec![], ..good() },
+        v1::ResumeRequest { reason: 0, ..good() },
+        v1::ResumeRequest { reason: 99, ..good() },
+        v1::ResumeRequest { wall_clock_unix_ns: 0, ..good() },
+        v1::ResumeRequest { wall_clock_unix_ns: i64::MIN, ..good() },
+        v1::ResumeRequest { entropy: vec![1; 63], ..good() },
+        v1::ResumeRequest { entropy: vec![1; 4097], ..good() },
+        v1::ResumeRequest { hostname: "a b".into(), ..good() },
+        v1::ResumeRequest { hostname: "../x".into(), ..good() },
+        v1::ResumeRequest { hostname: String::new(), ..good() },
+        v1::ResumeRequest { machine_id: "0123456789ABCDEF0123456789ABCDEF".into(), ..good() },
+        v1::ResumeRequest { machine_id: "ab".into(), ..good() },
+        v1::ResumeRequest { sandbox_id: "a\nb".into(), ..good() },
+        v1::ResumeRequest { sandbox_id: "a".repeat(300), ..good() },
+        v1::ResumeRequest { net: Some(v1::Network { dns: vec![String::new(); 17], ..Default::default() }), ..good() },
+    ] {
+        let error = client.resume(bad).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error:?}");
+    }
+    assert!(guest.system.effects().is_empty());
+    assert!(guest.service.generation().is_none());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_reseed_there_is_no_handshake() {
+    let guest = Guest::new();
+    guest.system.fail_entropy(Some(libc::ENOTTY));
+    let mut client = guest.session().await;
+    let request = resume_request();
+    assert_eq!(client.resume(request.clone()).await.unwrap_err().code(), Code::Internal);
+    assert_eq!(run(&mut client, sh("true")).await.unwrap_err().code(), Code::FailedPrecondition);
+    // The same generation can be tried again, since it was not acknowledged.
+    guest.system.fail_entropy(None);
+    client.resume(request).await.unwrap();
+    run(&mut client, sh("true")).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unpause_steps_the_clock_and_a_bake_makes_no_identity() {
+    let guest = Guest::new();
+    hook(guest.root.path(), "hook", 0o755, "echo ran > ran");
+    let mut client = guest.session().await;
+    let bake = v1::ResumeRequest {
+        reason: v1::ResumeReason::Bake.into(),
+        hostname: String::new(),
+        machine_id: String::new(),
+        ..resume_request()
+    };
+    client.resume(bake).await.unwrap();
+    assert!(matches!(guest.system.effects()[..], [Effect::StepClock(_), Effect::AddEntropy(_)]));
+    run(&mut client, sh("true")).await.unwrap();
+    client.resume(resume_request()).await.unwrap();
+    let before = guest.system.effects().len();
+    fs::remove_file(guest.root.path().join("ran")).unwrap();
+    let unpause = v1::ResumeRequest {
+        reason: v1::ResumeReason::Unpause.into(),
+        entropy: Vec::new(),
+        hostname: String::new(),
+        machine_id: String::new(),
+        sandbox_id: String::new(),
+        ..resume_request()
+    };
+    client.resume(unpause.clone()).await.unwrap();
+    assert!(matches!(guest.system.effects()[before..], [Effect::StepClock(_)]));
+    assert!(!guest.root.path().join("ran").exists());
+    assert_eq!(guest.service.generation(), Some(unpause.generation));
+    // It is still who it was.
+    assert_eq!(run(&mut client, sh("echo $COPPICE_SANDBOX_ID")).await.unwrap().text(), "sandbox-1");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn hooks_that_fail_or_hang_are_reported_and_stop_nothing() {
+    let guest = Guest::new();
+    let root = guest.root.path();
+    hook(root, "10-fails", 0o755, "exit 9");
+    hook(root, "20-hangs", 0o755, "sleep 60 & sleep 60");
+    hook(root, "30-is-not-executable", 0o644, "exit 1");
+    hook(root, "40-runs", 0o755, "exit 0");
+    fs::create_dir(root.join("etc/coppice/resume.d/25-dir")).unwrap();
+    std::os::unix::fs::symlink("/bin/false", root.join("etc/coppice/resume.d/26-link")).unwrap();
+    let mut client = guest.session().await;
+    let reply = within(Duration::from_secs(15), client.resume(resume_request())).await.unwrap().into_inner();
+    let hooks: Vec<_> = reply.hooks.iter().map(|h| (h.name.as_str(), h.exit_code, h.timed_out)).collect();
+    assert_eq!(hooks, [("10-fails", 9, false), ("20-hangs", 137, true), ("40-runs", 0, false)]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quiesce_and_thaw() {
+    let guest = Guest::new();
+    let mut client = guest.resumed().await;
+    let before = guest.system.effects().len();
+    assert!(client.quiesce(v1::QuiesceRequest { max_freeze_ms: 60_000 }).await.unwrap().into_inner().frozen);
+    assert_eq!(guest.system.effects()[before..], [Effect::Sync, Effect::Freeze]);
+    assert!(client.thaw(v1::ThawRequest {}).await.unwrap().into_inner().was_frozen);
+    assert!(!client.thaw(v1::ThawRequest {}).await.unwrap().into_inner().was_frozen);
+    assert_eq!(guest.system.effects()[before..], [Effect::Sync, Effect::Freeze, Effect::Thaw]);
+}
