@@ -1,0 +1,240 @@
+//! Starting a VM: boot, restore, adopt. All three end in a [`Connected`] process and a [`QemuVm`].
+//!
+//! Whatever fails or is cancelled on the way leaves no process and no file. Guests are not waited for: that is
+//! [`crate::Vm::open_session`].
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use coppice_snapshot::{EngineKind, MachineImage, MachineSpec, Manifest, OpenImageError};
+
+use super::command_line::Flavour;
+use super::spawn::{self, Files, Launch, RunDir, StartFiles};
+use super::vm::{Connected, Origin, QemuVm};
+use super::{Facts, major_minor};
+use crate::process::Process;
+use crate::{
+    AdoptError, BootError, BootSpec, Rebind, RestoreError, RestoreTimings, VmError, VmPlace, VmRecord, VmState,
+};
+
+/// How long QEMU may take until its monitor answers. Generous: many may start at once on few processors.
+const START: Duration = Duration::from_secs(60);
+/// How long the monitor of a running QEMU may take after the daemon was restarted.
+const ADOPT: Duration = Duration::from_secs(15);
+
+/// A process that is killed when its start does not get to its end.
+struct Guard {
+    process: Option<Arc<Process>>,
+    run_dir: RunDir,
+}
+
+impl Guard {
+    fn disarm(mut self) {
+        self.process = None;
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let Some(process) = self.process.take() else { return };
+        if let Err(error) = process.kill() {
+            tracing::error!(%error, pid = process.pid(), "a VM that failed to start can't be killed");
+        }
+        self.run_dir.clear();
+        // Reap it; where there is no runtime any more the daemon ends, and init reaps.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(async move { process.ended().await });
+        }
+    }
+}
+
+/// Starts QEMU and negotiates with its monitor. `open` opens its files, on a blocking thread.
+async fn launch<E: From<VmError> + Send + 'static>(
+    facts: &Arc<Facts>,
+    place: &VmPlace,
+    machine: &MachineSpec,
+    open: impl FnOnce(&RunDir) -> Result<Files, E> + Send + 'static,
+) -> Result<(Guard, Connected), E> {
+    let run_dir = RunDir(place.run_dir.clone());
+    let (facts, machine) = (Arc::clone(facts), machine.clone());
+    let started = tokio::task::spawn_blocking(move || {
+        let mut guard = Guard { process: None, run_dir };
+        let run_dir = guard.run_dir.clone();
+        let process = open(&run_dir).and_then(|files| {
+            let launch = Launch {
+                program: &facts.program,
+                identity: facts.identity,
+                flavour: facts.flavour(),
+                machine: &machine,
+                run_dir: &run_dir,
+            };
+            Ok(spawn::spawn(&launch, &files)?)
+        });
+        match process {
+            // From here on the guard owns it, also when nobody waits for this thread any more.
+            Ok(process) => guard.process = Some(Arc::new(process)),
+            Err(error) => {
+                run_dir.clear();
+                return Err(error);
+            }
+        }
+        Ok(guard)
+    });
+    let guard = started.await.map_err(|error| {
+        E::from(VmError::System { what: "starting QEMU".to_owned(), source: io::Error::other(error) })
+    })??;
+    let process = guard.process.clone().ok_or_else(|| VmError::Dead { reason: "it was not started".to_owned() })?;
+    let connected = Connected::new(process, place, START).await?;
+    Ok((guard, connected))
+}
+
+impl Facts {
+    fn flavour(&self) -> Flavour {
+        Flavour {
+            accel: self.capabilities.accel,
+            tb_size_mib: self.tb_size_mib,
+            readonly_memory: self.readonly_memory(),
+        }
+    }
+
+    /// `rom=off` came with QEMU 8.2.
+    fn readonly_memory(&self) -> bool {
+        self.version >= (8, 2)
+    }
+}
+
+/// Boots a machine.
+pub(crate) async fn boot(facts: &Arc<Facts>, spec: BootSpec) -> Result<QemuVm, BootError> {
+    let BootSpec { place, machine, kernel } = spec;
+    let (shared, shape, disk) = (Arc::clone(facts), machine.clone(), place.disk.clone());
+    let open = move |run_dir: &RunDir| {
+        let vmlinuz = open_file("guest kernel", &kernel.vmlinuz, false).map_err(missing)?;
+        let initramfs = open_file("initramfs", &kernel.initramfs, false).map_err(missing)?;
+        let disk = open_file("disk", &disk, true).map_err(missing)?;
+        let memory = spawn::fresh_memory(run_dir, &shape)?;
+        spawn::grant_memory(&memory, shared.identity, shared.readonly_memory())?;
+        Ok(Files { memory, disk, start: StartFiles::Boot { vmlinuz, initramfs, tsc_khz: shared.tsc_khz } })
+    };
+    let (guard, connected) = launch::<BootError>(facts, &place, &machine, open).await?;
+    // QEMU has it mapped; nobody needs its name.
+    if let Err(error) = std::fs::remove_file(guard.run_dir.fresh_memory()) {
+        tracing::warn!(%error, "the memory file of a fresh VM was not unlinked");
+    }
+    connected.watch.running().await?;
+    // The guest's first session is on port 0.
+    let origin = Origin { boot_id: facts.boot_id.clone(), channel_port: 1, memory_base: None, restore: None };
+    guard.disarm();
+    Ok(QemuVm::new(Arc::clone(facts), place, machine, connected, origin))
+}
+
+/// Restores an image.
+pub(crate) async fn restore(facts: &Arc<Facts>, image: &MachineImage, rebind: Rebind) -> Result<QemuVm, RestoreError> {
+    let begin = Instant::now();
+    let manifest = image.manifest();
+    compatible(facts, manifest)?;
+    let place = rebind.place;
+    let machine = manifest.machine.clone();
+    let (dir, memory, devices) = (image.dir().to_owned(), image.memory_path(), image.devices_path());
+    let (shared, disk) = (Arc::clone(facts), place.disk.clone());
+    let expected = manifest.memory.len;
+    let open = move |_: &RunDir| {
+        let gone = |_: Problem| RestoreError::Image(OpenImageError::Missing(dir.clone()));
+        let readonly = shared.readonly_memory();
+        let memory = open_file("memory", &memory, !readonly).map_err(gone)?;
+        let devices = open_file("devices", &devices, false).map_err(gone)?;
+        let disk = open_file("disk", &disk, true).map_err(missing_restore)?;
+        // QEMU would make a file that is too short longer, and so change an image.
+        if memory.metadata().map(|meta| meta.len()).ok() != Some(expected) {
+            return Err(RestoreError::Image(OpenImageError::Missing(dir.clone())));
+        }
+        spawn::grant_memory(&memory, shared.identity, readonly)?;
+        Ok(Files { memory, disk, start: StartFiles::Restore { devices } })
+    };
+    let (guard, connected) = launch::<RestoreError>(facts, &place, &machine, open).await?;
+    let spawned = begin.elapsed();
+    tokio::time::timeout(START, connected.watch.running())
+        .await
+        .unwrap_or_else(|_elapsed| Err(VmError::Timeout { command: "incoming".to_owned(), after: START }))?;
+    let timings = RestoreTimings { spawn: spawned, load: begin.elapsed().saturating_sub(spawned) };
+    let origin = Origin {
+        boot_id: facts.boot_id.clone(),
+        channel_port: manifest.channel_port,
+        memory_base: Some(image.memory_path()),
+        restore: Some(timings),
+    };
+    guard.disarm();
+    Ok(QemuVm::new(Arc::clone(facts), place, machine, connected, origin))
+}
+
+/// The microvm machine has no versions of its own: device state is for one minor version of QEMU, and one accelerator.
+fn compatible(facts: &Facts, manifest: &Manifest) -> Result<(), RestoreError> {
+    let here = &facts.capabilities;
+    let same = manifest.engine == EngineKind::Qemu
+        && manifest.accel == here.accel
+        && major_minor(&manifest.engine_version) == Some(facts.version);
+    if same {
+        return Ok(());
+    }
+    let say = |engine, version: &str, accel| format!("{engine:?} {version} {accel:?}").to_lowercase();
+    Err(RestoreError::Incompatible {
+        captured: say(manifest.engine, &manifest.engine_version, manifest.accel),
+        here: say(here.engine, &here.version, here.accel),
+    })
+}
+
+/// Takes over a running VM.
+pub(crate) async fn adopt(facts: &Arc<Facts>, record: VmRecord) -> Result<QemuVm, AdoptError> {
+    // A pid of another boot, or one that was given to another process, is not ours.
+    if record.boot_id != facts.boot_id {
+        return Err(AdoptError::Gone);
+    }
+    let process = Process::hold(record.pid).map_err(|_gone| AdoptError::Gone)?;
+    if process.start_time() != record.pid_start || process.is_zombie() {
+        return Err(AdoptError::Gone);
+    }
+    let connected = Connected::new(Arc::new(process), &record.place, ADOPT).await?;
+    if let VmState::Dead(_) = connected.watch.get() {
+        return Err(AdoptError::Gone);
+    }
+    let origin = Origin {
+        boot_id: record.boot_id,
+        channel_port: record.channel_port,
+        memory_base: record.memory_base,
+        restore: record.restore,
+    };
+    Ok(QemuVm::new(Arc::clone(facts), record.place, record.machine, connected, origin))
+}
+
+struct Problem {
+    what: &'static str,
+    path: PathBuf,
+    error: io::Error,
+}
+
+impl Problem {
+    fn system(self) -> VmError {
+        VmError::System { what: format!("opening the {} at {}", self.what, self.path.display()), source: self.error }
+    }
+}
+
+fn open_file(what: &'static str, path: &Path, write: bool) -> Result<File, Problem> {
+    let open = OpenOptions::new().read(true).write(write).open(path);
+    open.map_err(|error| Problem { what, path: path.to_owned(), error })
+}
+
+fn missing(problem: Problem) -> BootError {
+    match problem.error.kind() {
+        io::ErrorKind::NotFound => BootError::Missing { what: problem.what, path: problem.path },
+        _ => problem.system().into(),
+    }
+}
+
+fn missing_restore(problem: Problem) -> RestoreError {
+    match problem.error.kind() {
+        io::ErrorKind::NotFound => RestoreError::Missing { what: problem.what, path: problem.path },
+        _ => problem.system().into(),
+    }
+}
