@@ -1,0 +1,247 @@
+//! What both kinds of fork share: checking the request, the children's records, starting them, and the answer.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use coppice_api::{BootMode, ErrorClass, Fork, ForkError as ChildError, MAX_FORK_COUNT, Sandbox, SandboxStatus};
+use coppice_guest_proto::v1::{ForkIdentity, ResumeReason};
+use jiff::Timestamp;
+use uuid::Uuid;
+
+use crate::actor::OpError;
+use crate::admission::AdmissionError;
+use crate::api::ForkSpec;
+use crate::create::{CreateError, check_metadata, check_ttl};
+use crate::entry::{AccessError, Entry, status_word};
+use crate::host::Shared;
+use crate::launch::{self, Launch, LaunchError, Launched, Origin};
+use crate::record::{ForkRole, Lineage, SandboxRecord};
+use crate::store::StoreError;
+use crate::{Coded, HostError};
+
+/// Why a sandbox was not forked. The parent runs on, and no child is left.
+#[derive(Debug, thiserror::Error)]
+pub enum ForkError {
+    /// Number of children out of range.
+    #[error("count is {0}; a fork makes from 1 to {MAX_FORK_COUNT} children")]
+    Count(i64),
+    /// `explore_ttl` is not a number of seconds.
+    #[error("metadata.explore_ttl is {0:?}; it must be a whole number of seconds, more than 0")]
+    ExploreTtl(String),
+    /// The metadata can't be kept.
+    #[error(transparent)]
+    Metadata(#[from] CreateError),
+    /// The parent can't be used.
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    /// There is no room.
+    #[error(transparent)]
+    Admission(#[from] AdmissionError),
+    /// The parent could not be captured.
+    #[error(transparent)]
+    Capture(#[from] OpError),
+    /// The capture's directory can't be made.
+    #[error("the capture can't be stored")]
+    Store(#[from] StoreError),
+    /// The image's directory can't be made.
+    #[error("the capture can't be stored")]
+    Image(#[from] coppice_snapshot::CreateImageError),
+    /// No child started.
+    #[error("none of the {count} children started; the first one's reason")]
+    NoChild {
+        /// How many were asked for.
+        count: u32,
+        /// Why the first did not.
+        #[source]
+        source: LaunchError,
+    },
+    /// A bug: the task that forked panicked.
+    #[error("the fork was interrupted")]
+    Interrupted,
+}
+
+impl Coded for ForkError {
+    fn code(&self) -> &'static str {
+        match self {
+            Self::Count(_) => "bad_fork_count",
+            Self::ExploreTtl(_) => "bad_ttl",
+            Self::Metadata(e) => e.code(),
+            Self::Access(e) => e.code(),
+            Self::Admission(e) => e.code(),
+            Self::Capture(e) => e.code(),
+            Self::Store(_) => "store_failed",
+            Self::Image(_) => "capture_failed",
+            Self::NoChild { source, .. } => source.code(),
+            Self::Interrupted => "interrupted",
+        }
+    }
+
+    fn class(&self) -> ErrorClass {
+        match self {
+            Self::Count(_) | Self::ExploreTtl(_) => ErrorClass::Caller,
+            Self::Metadata(e) => e.class(),
+            Self::Access(e) => e.class(),
+            Self::Admission(e) => e.class(),
+            Self::Capture(e) => e.class(),
+            Self::NoChild { source, .. } => source.class(),
+            Self::Store(_) | Self::Image(_) | Self::Interrupted => ErrorClass::Internal,
+        }
+    }
+
+    fn hint(&self) -> Option<String> {
+        match self {
+            Self::Metadata(e) => e.hint(),
+            Self::Access(e) => e.hint(),
+            Self::Admission(e) => e.hint(),
+            Self::Capture(e) => e.hint(),
+            Self::NoChild { source, .. } => source.hint(),
+            _ => None,
+        }
+    }
+}
+
+/// A checked request.
+pub(crate) struct Order {
+    pub count: u32,
+    pub parent: SandboxRecord,
+    pub tree_id: Uuid,
+    metadata: BTreeMap<String, String>,
+    ttl_seconds: u64,
+    settled_ttl_seconds: u64,
+    pub requested: Instant,
+}
+
+/// Checks everything that can be wrong with the request, before anything is made.
+pub(crate) fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Result<Order, ForkError> {
+    let count = u32::try_from(spec.count).ok().filter(|count| (1..=MAX_FORK_COUNT).contains(count));
+    let count = count.ok_or(ForkError::Count(spec.count))?;
+    let metadata = check_metadata(Some(spec.metadata))?;
+    let live = parent.live();
+    match live.status {
+        SandboxStatus::Running => {}
+        SandboxStatus::Failed => {
+            return Err(AccessError::Failed { id: parent.id, reason: live.error.unwrap_or_default() }.into());
+        }
+        status => return Err(AccessError::NotRunning { id: parent.id, status: status_word(status) }.into()),
+    }
+    let parent = parent.record();
+    // Children outlive neither their parent's TTL nor the server's default unless asked to.
+    let settled = parent.ttl_seconds.min(shared.default_ttl.as_secs());
+    let ttl_seconds = match metadata.get("explore_ttl") {
+        None => settled,
+        Some(text) => text
+            .trim()
+            .parse::<i64>()
+            .ok()
+            .and_then(|ttl| check_ttl(ttl).ok())
+            .ok_or_else(|| ForkError::ExploreTtl(text.chars().take(40).collect()))?,
+    };
+    Ok(Order {
+        count,
+        parent,
+        tree_id: Uuid::new_v4(),
+        metadata,
+        ttl_seconds,
+        settled_ttl_seconds: settled,
+        requested: Instant::now(),
+    })
+}
+
+impl Order {
+    /// Records of the children, in index order.
+    pub(crate) fn children(&self, boot_mode: BootMode, image: Option<Uuid>) -> Vec<SandboxRecord> {
+        let now = Timestamp::now();
+        (0..self.count)
+            .map(|index| SandboxRecord {
+                id: Uuid::new_v4(),
+                workspace: self.parent.workspace.clone(),
+                template: self.parent.template.clone(),
+                cpus: self.parent.cpus,
+                memory_mib: self.parent.memory_mib,
+                status: SandboxStatus::Creating,
+                error: None,
+                metadata: self.metadata.clone(),
+                from_snapshot: None,
+                image,
+                boot_mode,
+                boot_ms: 0,
+                boot: None,
+                created_at: now,
+                persistent: false,
+                ttl_seconds: self.ttl_seconds,
+                settled_ttl_seconds: self.settled_ttl_seconds,
+                last_used_at: now,
+                lineage: Some(Lineage {
+                    tree_id: self.tree_id,
+                    parent_id: self.parent.id,
+                    index,
+                    role: ForkRole::Child,
+                }),
+                vm: None,
+            })
+            .collect()
+    }
+
+    fn identity(&self, index: u32, mode: &str) -> ForkIdentity {
+        ForkIdentity {
+            parent: self.parent.id.to_string(),
+            tree: self.tree_id.to_string(),
+            index,
+            count: self.count,
+            mode: mode.to_owned(),
+        }
+    }
+
+    /// Starts all children at once. Those that started are in index order; at least one is.
+    pub(crate) async fn start(
+        &self,
+        shared: &Arc<Shared>,
+        records: Vec<SandboxRecord>,
+        origin: &Origin,
+        mode: &str,
+    ) -> Result<(Vec<Launched>, Vec<ChildError>), ForkError> {
+        let launches: Vec<_> = records
+            .into_iter()
+            .zip(0..)
+            .map(|(record, index)| {
+                let fork = Some(self.identity(index, mode));
+                let origin = origin.clone();
+                let requested = self.requested;
+                launch::spawn(shared, Launch { record, origin, reason: ResumeReason::Fork, fork, requested })
+            })
+            .collect();
+        let (mut started, mut failed) = (Vec::new(), Vec::new());
+        for (launched, index) in futures::future::join_all(launches).await.into_iter().zip(0..) {
+            match launched.unwrap_or(Err(LaunchError::Interrupted)) {
+                Ok(launched) => started.push(launched),
+                Err(e) => failed.push((index, e)),
+            }
+        }
+        metrics::counter!("coppice_fork_children_total", "outcome" => "ok").increment(started.len() as u64);
+        metrics::counter!("coppice_fork_children_total", "outcome" => "failed").increment(failed.len() as u64);
+        if started.is_empty() {
+            let source = failed.into_iter().next().map_or(LaunchError::Interrupted, |(_, e)| e);
+            return Err(ForkError::NoChild { count: self.count, source });
+        }
+        let failed =
+            failed.into_iter().map(|(index, e)| ChildError { index, err: HostError::from(e).chain() }).collect();
+        Ok((started, failed))
+    }
+}
+
+/// A complete fork that nobody was told of yet: dropping it deletes the children.
+#[derive(Debug)]
+pub(crate) struct Forked {
+    pub children: Vec<Launched>,
+    pub answer: Fork,
+}
+
+impl Forked {
+    /// The caller has the children.
+    pub(crate) fn claim(mut self) -> Fork {
+        let entries = self.children.into_iter().filter_map(Launched::claim);
+        self.answer.children = entries.map(|entry| entry.record().to_api()).collect::<Vec<Sandbox>>();
+        self.answer
+    }
+}

@@ -1,0 +1,162 @@
+//! Snapshots that clients keep.
+
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError};
+
+use coppice_api::{ErrorClass, Snapshot};
+use coppice_engine::CapturePlan;
+use coppice_snapshot::{CreateImageError, MachineImage, OpenImageError, PendingImage};
+use uuid::Uuid;
+
+use crate::Coded;
+use crate::actor::{Op, OpError};
+use crate::entry::AccessError;
+use crate::host::{Shared, remove_tree};
+use crate::record::{SnapshotKind, SnapshotRecord};
+use crate::store::StoreError;
+
+/// Why a snapshot was not made or found.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    /// There is none with this id, or it is another workspace's.
+    #[error("snapshot {0} not found")]
+    NotFound(String),
+    /// The sandbox can't be used.
+    #[error(transparent)]
+    Access(#[from] AccessError),
+    /// The sandbox could not be captured.
+    #[error(transparent)]
+    Capture(#[from] OpError),
+    /// Its directory can't be made.
+    #[error("the snapshot can't be stored")]
+    Create(#[from] CreateImageError),
+    /// Its files can't be used.
+    #[error("snapshot {id} can't be used")]
+    Open {
+        /// Of the snapshot.
+        id: Uuid,
+        /// Why.
+        #[source]
+        source: Box<OpenImageError>,
+    },
+    /// The records can't be read or written.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A bug: the task that made it panicked.
+    #[error("the snapshot was interrupted")]
+    Interrupted,
+}
+
+impl Coded for SnapshotError {
+    fn code(&self) -> &'static str {
+        match self {
+            Self::NotFound(_) => "snapshot_not_found",
+            Self::Access(e) => e.code(),
+            Self::Capture(e) => e.code(),
+            Self::Create(_) => "capture_failed",
+            Self::Open { .. } => "image_damaged",
+            Self::Store(_) => "store_failed",
+            Self::Interrupted => "interrupted",
+        }
+    }
+
+    fn class(&self) -> ErrorClass {
+        match self {
+            Self::NotFound(_) => ErrorClass::NotFound,
+            Self::Access(e) => e.class(),
+            Self::Capture(e) => e.class(),
+            _ => ErrorClass::Internal,
+        }
+    }
+
+    fn hint(&self) -> Option<String> {
+        match self {
+            Self::Access(e) => e.hint(),
+            Self::Capture(e) => e.hint(),
+            _ => None,
+        }
+    }
+}
+
+pub(crate) async fn create(shared: &Arc<Shared>, workspace: &str, id: &str) -> Result<Snapshot, SnapshotError> {
+    let entry = shared.entry(workspace, id)?;
+    let in_use = entry.in_use();
+    let shared = Arc::clone(shared);
+    let made = tokio::spawn(async move {
+        let _in_use = in_use;
+        let snapshot = Uuid::new_v4();
+        let image = PendingImage::create(&shared.snapshot_dir(snapshot))?;
+        let plan = CapturePlan { image, id: snapshot, durable: true };
+        let captured = entry.ask(|reply| Op::Capture(Box::new(plan), reply)).await?;
+        let sandbox = entry.record();
+        let record = SnapshotRecord {
+            id: snapshot,
+            workspace: sandbox.workspace,
+            sandbox_id: sandbox.id,
+            template: sandbox.template,
+            kind: SnapshotKind::Kept,
+            size_bytes: size_of(captured.image.dir().to_owned()).await,
+            created_at: captured.image.manifest().captured_at,
+        };
+        if let Err(e) = shared.store.put_snapshot(&record).await {
+            remove_tree(captured.image.dir().to_owned()).await;
+            return Err(e.into());
+        }
+        metrics::counter!("coppice_snapshots_total").increment(1);
+        Ok(record.to_api())
+    });
+    made.await.map_err(|_| SnapshotError::Interrupted)?
+}
+
+/// Bytes allocated to an image; 0 when it can't be measured, which is no reason to fail.
+pub(crate) async fn size_of(dir: PathBuf) -> u64 {
+    let measured = tokio::task::spawn_blocking(move || coppice_disk::tree_usage(&dir)).await;
+    measured.ok().and_then(Result::ok).unwrap_or(0)
+}
+
+pub(crate) async fn get(shared: &Shared, workspace: &str, id: &str) -> Result<SnapshotRecord, SnapshotError> {
+    let not_found = || SnapshotError::NotFound(id.chars().take(64).collect());
+    let parsed: Uuid = id.parse().map_err(|_| not_found())?;
+    let found = shared.store.snapshot(parsed).await?;
+    found.filter(|snapshot| snapshot.workspace == workspace).ok_or_else(not_found)
+}
+
+/// Opens a snapshot's image; the first time in this run all of its checksums are compared.
+pub(crate) async fn open(shared: &Shared, id: Uuid) -> Result<MachineImage, SnapshotError> {
+    let dir = shared.snapshot_dir(id);
+    let known = shared.verified.lock().unwrap_or_else(PoisonError::into_inner).contains(&id);
+    let opened = tokio::task::spawn_blocking(move || {
+        let image = MachineImage::open(&dir)?;
+        if !known {
+            image.verify()?;
+        }
+        Ok(image)
+    });
+    let opened = opened.await.map_err(|_| SnapshotError::Interrupted)?;
+    let image = opened.map_err(|source| SnapshotError::Open { id, source: Box::new(source) })?;
+    shared.verified.lock().unwrap_or_else(PoisonError::into_inner).insert(id);
+    Ok(image)
+}
+
+pub(crate) async fn list(
+    shared: &Shared,
+    workspace: &str,
+    sandbox_id: Option<&str>,
+) -> Result<Vec<Snapshot>, SnapshotError> {
+    let all = shared.store.snapshots().await?;
+    let wanted = |s: &SnapshotRecord| {
+        s.workspace == workspace
+            && s.kind == SnapshotKind::Kept
+            && sandbox_id.is_none_or(|id| s.sandbox_id.to_string() == id)
+    };
+    Ok(all.iter().filter(|s| wanted(s)).map(SnapshotRecord::to_api).collect())
+}
+
+/// The record goes first: a crash then leaves a directory that the next start removes, never a record without files.
+pub(crate) async fn delete(shared: &Shared, workspace: &str, id: &str) -> Result<(), SnapshotError> {
+    let snapshot = get(shared, workspace, id).await?;
+    shared.store.delete_snapshot(snapshot.id).await?;
+    shared.verified.lock().unwrap_or_else(PoisonError::into_inner).remove(&snapshot.id);
+    remove_tree(shared.snapshot_dir(snapshot.id)).await;
+    Ok(())
+}

@@ -1,0 +1,435 @@
+//! A host whose machines are fakes: everything that can go wrong with a machine, wrong on command.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use coppice_api::{CreateSandboxRequest, ErrorClass, Fork, PromoteRequest, Sandbox, SandboxStatus};
+use coppice_disk::DataDir;
+use coppice_engine::{BootSpec, CapturePlan, Engine, VmPlace};
+use coppice_guest_proto::v1::ResumeReason;
+use coppice_host::{ForkSpec, Host, HostApi, HostConfig, HostError};
+use coppice_image::Catalog;
+use coppice_image::catalog::TemplateInfo;
+use coppice_snapshot::{MachineSpec, PendingImage, digest_sparse_file};
+use coppice_testkit::fake_engine::FakeEngine;
+use coppice_testkit::handshake;
+use futures::StreamExt;
+use uuid::Uuid;
+
+const W: &str = "default";
+
+struct World {
+    engine: Arc<FakeEngine>,
+    data: DataDir,
+    host: Arc<Host>,
+    dir: tempfile::TempDir,
+}
+
+fn machine() -> MachineSpec {
+    MachineSpec { cpus: 1, memory_mib: 128, kernel: "k1".into(), initramfs: "i1".into(), cmdline: String::new() }
+}
+
+/// A data directory with one template, baked by the fake engine.
+async fn world() -> World {
+    let dir = tempfile::tempdir().unwrap();
+    let data = DataDir::open(dir.path()).unwrap();
+    let engine = Arc::new(FakeEngine::new());
+    let kernel = data.kernel_dir("k1").unwrap();
+    std::fs::create_dir(&kernel).unwrap();
+    std::fs::write(kernel.join("vmlinuz"), "k").unwrap();
+    std::fs::write(kernel.join("initramfs-i1"), "i").unwrap();
+    bake(&data, engine.as_ref(), dir.path()).await;
+    let host = start(&data, &engine).await;
+    World { engine, data, host, dir }
+}
+
+async fn start(data: &DataDir, engine: &Arc<FakeEngine>) -> Arc<Host> {
+    let config = HostConfig {
+        data_dir: data.clone(),
+        engine: Arc::clone(engine) as Arc<dyn Engine>,
+        catalog: Catalog::new(data.clone()),
+        default_ttl: Duration::from_secs(600),
+        max_sandboxes: 64,
+        reap_interval: Duration::from_millis(100),
+    };
+    Host::start(config).await.unwrap()
+}
+
+async fn bake(data: &DataDir, engine: &FakeEngine, scratch: &Path) {
+    let generation = data.template_dir("base", "g1").unwrap();
+    std::fs::create_dir_all(&generation).unwrap();
+    let rootfs = generation.join("rootfs.ext4");
+    std::fs::write(&rootfs, "rootfs").unwrap();
+    let run_dir = scratch.join("bake");
+    std::fs::create_dir(&run_dir).unwrap();
+    let disk = scratch.join("bake.disk");
+    std::fs::write(&disk, "").unwrap();
+    let place = VmPlace { id: Uuid::new_v4(), run_dir, disk, console_log: scratch.join("bake.log") };
+    let kernel = coppice_image::guest_kernel(data, "k1", "i1").unwrap();
+    let vm = engine.boot(BootSpec { place, machine: machine(), kernel }).await.unwrap();
+    let deadline = std::time::Instant::now() + Duration::from_secs(5);
+    let session = vm.open_session(deadline).await.unwrap();
+    session.resume(handshake::request(ResumeReason::Bake), deadline).await.unwrap();
+    let image = PendingImage::create(&generation.join("snapshot")).unwrap();
+    vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: true }).await.unwrap();
+    vm.kill().await.unwrap();
+    let info = TemplateInfo {
+        name: "base".into(),
+        generation: "g1".into(),
+        recipe_id: "r".into(),
+        label: String::new(),
+        description: String::new(),
+        category: String::new(),
+        aliases: vec!["ubuntu-24.04".into()],
+        cpus: 1,
+        memory_mib: 128,
+        disk_mib: 1,
+        suite: "bookworm".into(),
+        packages: Vec::new(),
+        kernel: "k1".into(),
+        initramfs: "i1".into(),
+        rootfs: digest_sparse_file(&std::fs::File::open(&rootfs).unwrap()).unwrap(),
+        baked_at: jiff::Timestamp::now(),
+    };
+    std::fs::write(generation.join("template.json"), info.encode().unwrap()).unwrap();
+    std::fs::write(data.template_home("base").unwrap().join("current"), "g1\n").unwrap();
+}
+
+fn names(dir: &Path) -> BTreeSet<String> {
+    std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+fn spec(count: i64) -> ForkSpec {
+    ForkSpec { count, metadata: BTreeMap::new() }
+}
+
+impl World {
+    async fn create(&self) -> Sandbox {
+        self.host.create(W, CreateSandboxRequest::default()).await.unwrap()
+    }
+
+    async fn write(&self, id: &str, path: &str, text: &'static str) {
+        let body = futures::stream::iter([Ok(Bytes::from(text))]).boxed();
+        assert_eq!(self.host.write_file(W, id, path, body).await.unwrap(), text.len() as u64);
+    }
+
+    async fn read(&self, id: &str, path: &str) -> Result<String, HostError> {
+        let mut body = self.host.read_file(W, id, path).await?.body;
+        let mut text = Vec::new();
+        while let Some(piece) = body.next().await {
+            text.extend_from_slice(&piece?);
+        }
+        Ok(String::from_utf8(text).unwrap())
+    }
+
+    async fn ids(&self) -> BTreeSet<String> {
+        self.host.list(W).await.unwrap().into_iter().map(|s| s.id).collect()
+    }
+
+    /// Exactly these sandboxes exist: in the list, as processes, as files.
+    async fn exactly<'a>(&self, expected: impl IntoIterator<Item = &'a String>) {
+        let expected: BTreeSet<String> = expected.into_iter().cloned().collect();
+        let deadline = std::time::Instant::now() + Duration::from_secs(5);
+        loop {
+            let seen = (self.ids().await, names(&self.data.sandboxes_dir()), names(&self.data.run_dir()));
+            let all = seen == (expected.clone(), expected.clone(), expected.clone());
+            if all && self.engine.alive().len() == expected.len() {
+                return;
+            }
+            assert!(std::time::Instant::now() < deadline, "{seen:?}, {:?}, not {expected:?}", self.engine.alive());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    fn snapshots(&self) -> BTreeSet<String> {
+        names(&self.data.snapshots_dir())
+    }
+
+    /// As `kill -9` and a new daemon on the same host.
+    async fn restart(self) -> Self {
+        self.host.stop().await;
+        let host = start(&self.data, &self.engine).await;
+        Self { host, ..self }
+    }
+}
+
+fn ids(fork: &Fork) -> Vec<String> {
+    fork.children.iter().map(|c| c.id.clone()).collect()
+}
+
+#[tokio::test]
+async fn a_live_fork_has_memory_and_disk_and_a_disk_fork_only_the_disk() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.write(&parent, "/root/disk", "d").await;
+    w.write(&parent, "/dev/shm/memory", "m").await;
+
+    let live = w.host.fork_tree(W, &parent, spec(3)).await.unwrap();
+    assert_eq!(live.children.len(), 3);
+    for (child, index) in live.children.iter().zip(0..) {
+        assert_eq!(child.metadata["fork_index"], index.to_string());
+        assert_eq!(child.metadata["fork_parent_id"], parent);
+        assert_eq!(w.read(&child.id, "/root/disk").await.unwrap(), "d");
+        assert_eq!(w.read(&child.id, "/dev/shm/memory").await.unwrap(), "m");
+    }
+    let cold = w.host.fork_disk(W, &parent, spec(1)).await.unwrap();
+    assert!(cold.flushed);
+    assert_eq!(w.read(&cold.children[0].id, "/root/disk").await.unwrap(), "d");
+    let gone = w.read(&cold.children[0].id, "/dev/shm/memory").await.unwrap_err();
+    assert_eq!((gone.class(), gone.code()), (ErrorClass::NotFound, "file_not_found"));
+    w.exactly([&parent].into_iter().chain(&ids(&live)).chain(&ids(&cold))).await;
+    assert!(names(&w.data.staging_dir()).is_empty(), "the common clone of a disk fork stays for no one");
+}
+
+#[tokio::test]
+async fn a_guest_that_does_not_acknowledge_is_torn_down_and_reported() {
+    let w = world().await;
+    w.engine.script(|s| s.refuse_resume = 1);
+    let error = w.host.create(W, CreateSandboxRequest::default()).await.unwrap_err();
+    assert_eq!((error.class(), error.code()), (ErrorClass::Internal, "guest_unresponsive"));
+    w.exactly([]).await;
+}
+
+#[tokio::test]
+async fn children_that_fail_are_reported_by_index_and_the_others_live() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.engine.script(|s| s.refuse_resume = 1);
+    let fork = w.host.fork_tree(W, &parent, spec(4)).await.unwrap();
+    assert_eq!((fork.children.len(), fork.errors.len()), (3, 1));
+    let mut indexes: Vec<u32> = fork.children.iter().map(|c| c.metadata["fork_index"].parse().unwrap()).collect();
+    assert!(indexes.is_sorted());
+    indexes.push(fork.errors[0].index);
+    indexes.sort_unstable();
+    assert_eq!(indexes, [0, 1, 2, 3]);
+    w.exactly([&parent].into_iter().chain(&ids(&fork))).await;
+}
+
+#[tokio::test]
+async fn a_fork_without_a_child_is_an_error_and_leaves_only_the_parent() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.engine.script(|s| s.fail_restores = 2);
+    let error = w.host.fork_tree(W, &parent, spec(2)).await.unwrap_err();
+    assert_eq!((error.class(), error.code()), (ErrorClass::Internal, "restore_failed"));
+    w.exactly([&parent]).await;
+    assert!(w.snapshots().is_empty());
+    w.write(&parent, "/x", "still alive").await;
+}
+
+#[tokio::test]
+async fn a_capture_without_space_is_a_capacity_refusal_and_the_parent_is_unharmed() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    type Attempt = fn(&World, &str) -> futures::future::BoxFuture<'static, Option<HostError>>;
+    let attempts: [Attempt; 3] = [
+        |w, id| {
+            let (host, id) = (Arc::clone(&w.host), id.to_owned());
+            Box::pin(async move { host.fork_tree(W, &id, spec(2)).await.err() })
+        },
+        |w, id| {
+            let (host, id) = (Arc::clone(&w.host), id.to_owned());
+            Box::pin(async move { host.fork_disk(W, &id, spec(1)).await.err() })
+        },
+        |w, id| {
+            let (host, id) = (Arc::clone(&w.host), id.to_owned());
+            Box::pin(async move { host.snapshot(W, &id).await.err() })
+        },
+    ];
+    for attempt in attempts {
+        w.engine.script(|s| s.no_space = 1);
+        let error = attempt(&w, &parent).await.unwrap();
+        assert_eq!((error.class(), error.code()), (ErrorClass::Capacity, "no_storage"));
+        assert_eq!(w.host.get(W, &parent).await.unwrap().status, SandboxStatus::Running);
+        w.exactly([&parent]).await;
+        assert!(w.snapshots().is_empty());
+    }
+}
+
+#[tokio::test]
+async fn whoever_hangs_up_leaves_nothing_whenever_it_is() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.engine.script(|s| s.start_delay = Duration::from_millis(3));
+    for patience in [0u64, 1, 2, 3, 4, 6, 8, 12] {
+        let patience = Duration::from_millis(patience);
+        let create = w.host.create(W, CreateSandboxRequest::default());
+        let fork = w.host.fork_tree(W, &parent, spec(3));
+        let cold = w.host.fork_disk(W, &parent, spec(2));
+        let (created, forked, cold) = tokio::join!(
+            tokio::time::timeout(patience, create),
+            tokio::time::timeout(patience, fork),
+            tokio::time::timeout(patience, cold)
+        );
+        let mut expected = vec![parent.clone()];
+        expected.extend(created.ok().map(|s| s.unwrap().id));
+        expected.extend(forked.ok().map(|f| ids(&f.unwrap())).unwrap_or_default());
+        expected.extend(cold.ok().map(|f| ids(&f.unwrap())).unwrap_or_default());
+        w.exactly(&expected).await;
+        for id in expected.iter().skip(1) {
+            w.host.delete(W, id).await.unwrap();
+        }
+    }
+    w.exactly([&parent]).await;
+    assert!(w.snapshots().is_empty() && names(&w.data.staging_dir()).is_empty());
+}
+
+#[tokio::test]
+async fn a_fork_snapshot_goes_with_its_last_child_and_a_kept_one_when_it_is_deleted() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    let fork = w.host.fork_tree(W, &parent, spec(2)).await.unwrap();
+    let snapshot = fork.snapshot_id.clone().unwrap();
+    assert_eq!(w.snapshots(), [snapshot.clone()].into());
+    assert!(w.host.list_snapshots(W, None).await.unwrap().is_empty(), "only what a client keeps is listed");
+    w.host.delete(W, &fork.children[0].id).await.unwrap();
+    assert_eq!(w.snapshots(), [snapshot].into());
+    w.host.delete(W, &fork.children[1].id).await.unwrap();
+    assert!(w.snapshots().is_empty());
+
+    w.write(&parent, "/dev/shm/x", "kept").await;
+    let kept = w.host.snapshot(W, &parent).await.unwrap();
+    w.host.delete(W, &parent).await.unwrap();
+    let request = CreateSandboxRequest { from_snapshot: Some(kept.id.clone()), ..Default::default() };
+    let again = w.host.create(W, request.clone()).await.unwrap();
+    assert_eq!(w.read(&again.id, "/dev/shm/x").await.unwrap(), "kept");
+    let foreign = w.host.create("another", request).await.unwrap_err();
+    assert_eq!(foreign.code(), "snapshot_not_found");
+    w.host.delete_snapshot(W, &kept.id).await.unwrap();
+    assert!(w.snapshots().is_empty());
+    assert_eq!(w.read(&again.id, "/dev/shm/x").await.unwrap(), "kept");
+}
+
+#[tokio::test]
+async fn promote_deletes_siblings_of_the_same_fork_only() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    let metadata = [("explore_ttl".to_owned(), "60".to_owned())].into();
+    let fork = w.host.fork_tree(W, &parent, ForkSpec { count: 3, metadata }).await.unwrap();
+    assert!(fork.children.iter().all(|c| c.ttl_seconds == 60));
+    let other = w.host.fork_tree(W, &parent, spec(2)).await.unwrap();
+    let winner = fork.children[1].id.clone();
+    let foreign = PromoteRequest { cleanup_siblings: true, tree_id: Some(other.tree_id.clone()) };
+    assert_eq!(w.host.promote(W, &winner, foreign).await.unwrap_err().code(), "foreign_tree");
+    let request = PromoteRequest { cleanup_siblings: true, tree_id: None };
+    let reply = w.host.promote(W, &winner, request.clone()).await.unwrap();
+    let losers = [&fork.children[0].id, &fork.children[2].id].map(Clone::clone);
+    assert_eq!(BTreeSet::from_iter(reply.deleted), BTreeSet::from(losers));
+    assert_eq!(w.host.get(W, &winner).await.unwrap().ttl_seconds, 600);
+    assert!(w.host.promote(W, &winner, request.clone()).await.unwrap().deleted.is_empty());
+    assert_eq!(w.host.promote(W, &parent, request).await.unwrap_err().code(), "not_a_fork_child");
+    w.exactly([&parent, &winner].into_iter().chain(&ids(&other))).await;
+}
+
+#[tokio::test]
+async fn a_machine_that_dies_is_a_failed_sandbox_with_a_reason_that_can_be_deleted() {
+    let w = world().await;
+    let id = w.create().await.id;
+    w.engine.crash(w.engine.alive()[0]);
+    let deadline = std::time::Instant::now() + Duration::from_secs(5);
+    let sandbox = loop {
+        let sandbox = w.host.get(W, &id).await.unwrap();
+        if sandbox.status == SandboxStatus::Failed {
+            break sandbox;
+        }
+        assert!(std::time::Instant::now() < deadline, "{sandbox:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    assert!(sandbox.error.unwrap().contains("signal 9"));
+    let refused = w.host.fork_tree(W, &id, spec(1)).await.unwrap_err();
+    assert_eq!((refused.class(), refused.code()), (ErrorClass::Conflict, "sandbox_failed"));
+    assert_eq!(w.read(&id, "/x").await.unwrap_err().code(), "sandbox_failed");
+    w.host.delete(W, &id).await.unwrap();
+    w.exactly([]).await;
+}
+
+#[tokio::test]
+async fn idle_sandboxes_are_reaped_and_the_count_goes_on_across_a_restart() {
+    let w = world().await;
+    let ttl = |seconds| CreateSandboxRequest { ttl_seconds: Some(seconds), ..Default::default() };
+    let short = w.host.create(W, ttl(1)).await.unwrap().id;
+    let long = w.host.create(W, ttl(60)).await.unwrap().id;
+    let persistent = CreateSandboxRequest { persistent: Some(true), ..ttl(1) };
+    let persistent = w.host.create(W, persistent).await.unwrap().id;
+    let w = w.restart().await;
+    assert_eq!(w.ids().await.len(), 3);
+    w.exactly([&long, &persistent]).await;
+    assert!(!w.ids().await.contains(&short));
+}
+
+#[tokio::test]
+async fn after_a_restart_machines_are_taken_over_and_what_belongs_to_nothing_is_removed() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.write(&parent, "/dev/shm/x", "memory").await;
+    let fork = w.host.fork_tree(W, &parent, spec(2)).await.unwrap();
+    let dead = w.create().await.id;
+    // A machine that ends while nobody watches, and directories that a crash in the middle of something would leave.
+    let pid = w.engine.alive().into_iter().max().unwrap();
+    let orphan = Uuid::new_v4().to_string();
+    for dir in [w.data.sandboxes_dir(), w.data.run_dir(), w.data.snapshots_dir()] {
+        std::fs::create_dir(dir.join(&orphan)).unwrap();
+    }
+    w.host.stop().await;
+    w.engine.crash(pid);
+    let w = w.restart().await;
+    assert_eq!(w.read(&parent, "/dev/shm/x").await.unwrap(), "memory");
+    assert_eq!(w.read(&fork.children[1].id, "/dev/shm/x").await.unwrap(), "memory");
+    assert_eq!(w.host.get(W, &dead).await.unwrap().status, SandboxStatus::Failed);
+    assert_eq!(w.snapshots(), [fork.snapshot_id.clone().unwrap()].into());
+    assert!(!names(&w.data.sandboxes_dir()).contains(&orphan) && !names(&w.data.run_dir()).contains(&orphan));
+    w.host.delete(W, &dead).await.unwrap();
+    w.exactly([&parent].into_iter().chain(&ids(&fork))).await;
+}
+
+#[tokio::test]
+async fn another_workspace_sees_nothing() {
+    let w = world().await;
+    let id = w.create().await.id;
+    let other = "other";
+    assert!(w.host.list(other).await.unwrap().is_empty());
+    for error in [
+        w.host.get(other, &id).await.unwrap_err(),
+        w.host.delete(other, &id).await.unwrap_err(),
+        w.host.fork_tree(other, &id, spec(1)).await.unwrap_err(),
+        w.host.snapshot(other, &id).await.unwrap_err(),
+        w.host.stat(other, &id, "/").await.unwrap_err(),
+    ] {
+        assert_eq!((error.class(), error.code()), (ErrorClass::NotFound, "sandbox_not_found"));
+    }
+    w.exactly([&id]).await;
+}
+
+#[tokio::test]
+async fn operations_at_once_end_in_an_allowed_order() {
+    let w = world().await;
+    for _ in 0..10 {
+        let id = w.create().await.id;
+        let (fork, delete, pause, fork2) = tokio::join!(
+            w.host.fork_tree(W, &id, spec(2)),
+            w.host.delete(W, &id),
+            w.host.pause(W, &id),
+            w.host.fork_disk(W, &id, spec(1)),
+        );
+        delete.unwrap();
+        let allowed = |e: &HostError| matches!(e.class(), ErrorClass::NotFound | ErrorClass::Conflict);
+        assert!(pause.is_ok() || pause.as_ref().is_err_and(allowed), "{pause:?}");
+        let mut left = Vec::new();
+        for fork in [fork, fork2] {
+            match fork {
+                Ok(fork) => left.extend(ids(&fork)),
+                Err(e) => assert!(allowed(&e), "{e}"),
+            }
+        }
+        w.exactly(&left).await;
+        for id in left {
+            w.host.delete(W, &id).await.unwrap();
+        }
+    }
+    assert!(w.snapshots().is_empty());
+    drop(w.dir);
+}
