@@ -1,0 +1,89 @@
+//! Forking, and choosing among the children.
+
+use axum::Json;
+use axum::extract::State;
+use coppice_api::{Fork, ForkMode, ForkRequest, ForkTreeRequest, PromoteReply, PromoteRequest};
+use coppice_host::ForkSpec;
+use http::StatusCode;
+
+use super::Answer;
+use crate::auth::Caller;
+use crate::error::ApiError;
+use crate::input::{Input, SandboxId};
+use crate::openapi::{Changes, Creates, OfSandbox};
+use crate::{Control, check};
+
+/// Forks a sandbox's disk.
+///
+/// Children boot from a copy of the parent's disk, what it had not yet written out included. Memory and processes stay
+/// behind.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/fork", tag = "fork", params(OfSandbox),
+    request_body(content = Option<ForkRequest>, description = "Empty: one child.",
+        example = json!({"count": 2, "metadata": {"try": "b"}})),
+    responses((status = 201, description = "At least one child runs.", body = Fork), Creates))]
+pub(crate) async fn fork(
+    State(control): State<Control>,
+    caller: Caller,
+    SandboxId(id): SandboxId,
+    Input(request): Input<ForkRequest>,
+) -> Answer<(StatusCode, Json<Fork>)> {
+    if request.mode == ForkMode::Warm {
+        return Err(ApiError::invalid("fork_mode_unsupported", "mode `warm` is not supported by this server")
+            .hint("POST fork-tree with count 1 keeps memory and processes, and leaves the parent running"));
+    }
+    let spec = spec(request.count, request.metadata)?;
+    let fork = control.host().fork_disk(caller.workspace(), &id, spec).await?;
+    answer(fork)
+}
+
+/// Forks a running sandbox: memory, processes and disk.
+///
+/// Children continue from one instant of the parent, which runs on. They are in `metadata.fork_index` order.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/fork-tree", tag = "fork", params(OfSandbox),
+    request_body(content = Option<ForkTreeRequest>, description = "Empty: one child.",
+        example = json!({"count": 3, "metadata": {"explore": "1", "explore_ttl": "600"}})),
+    responses((status = 201, description = "At least one child runs; `errors` names those that don't.", body = Fork),
+        Creates))]
+pub(crate) async fn fork_tree(
+    State(control): State<Control>,
+    caller: Caller,
+    SandboxId(id): SandboxId,
+    Input(request): Input<ForkTreeRequest>,
+) -> Answer<(StatusCode, Json<Fork>)> {
+    let spec = spec(request.count, request.metadata)?;
+    let fork = control.host().fork_tree(caller.workspace(), &id, spec).await?;
+    answer(fork)
+}
+
+fn spec(count: Option<i64>, metadata: Option<std::collections::BTreeMap<String, String>>) -> Answer<ForkSpec> {
+    let metadata = metadata.unwrap_or_default();
+    check::metadata(&metadata)?;
+    Ok(ForkSpec { count: check::count(count)?, metadata })
+}
+
+/// Clients make a garbage sandbox of a success without a child, so there is none.
+fn answer(fork: Fork) -> Answer<(StatusCode, Json<Fork>)> {
+    if fork.children.is_empty() {
+        let why = fork.errors.first().map_or("the host gave no reason", |error| error.err.as_str());
+        let message = format!("no child of the fork started: {why}");
+        return Err(ApiError::new(coppice_api::ErrorClass::Internal, "fork_without_children", message));
+    }
+    Ok((StatusCode::CREATED, Json(fork)))
+}
+
+/// Makes a child independent of the fork it came from, and deletes its siblings when asked.
+///
+/// Idempotent: a second call answers the same with nothing deleted. Siblings that can't be deleted are in `failures`.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/promote", tag = "fork", params(OfSandbox),
+    request_body(content = Option<PromoteRequest>, description = "Empty: siblings stay.",
+        example = json!({"cleanup_siblings": true})),
+    responses((status = 200, description = "It goes on by itself.", body = PromoteReply), Changes))]
+pub(crate) async fn promote(
+    State(control): State<Control>,
+    caller: Caller,
+    SandboxId(id): SandboxId,
+    Input(mut request): Input<PromoteRequest>,
+) -> Answer<Json<PromoteReply>> {
+    request.tree_id = request.tree_id.filter(|tree| !tree.is_empty());
+    Ok(Json(control.host().promote(caller.workspace(), &id, request).await?))
+}

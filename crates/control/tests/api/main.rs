@@ -1,0 +1,10 @@
+//! The API over a scriptable host, driven over TCP.
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may panic, in its helpers too")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod files;
+mod http;
+mod server;
+mod streams;
