@@ -1,0 +1,452 @@
+#!/usr/bin/env python3
+"""Measures one host: prints every sample and the medians, states what is inside each number, counts failures.
+
+It asserts nothing and compares only numbers of its own run. Everything goes through the public HTTP API of a real
+`coppice up` with a data directory of its own on the prepared volume; nothing is left behind. Run it with `make bench`.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from harness import host
+from harness.paths import PREPARED, binary
+from harness.server import Server, make_data_dir, prepared_templates, remove_workspace
+from harness.wire import Wire
+
+MIB = 1 << 20
+GIB = 1 << 30
+#: Of the ioctl that shares a whole file's extents (include/uapi/linux/fs.h).
+FICLONE = 0x40049409
+
+
+@dataclass
+class Report:
+    """Prints for people, and keeps one JSON object per measurement."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: int = 0
+
+    def head(self, title: str, *inside: str) -> None:
+        """A section: its title, and what is inside its numbers."""
+        print(f"\n{title}\n{'-' * len(title)}")
+        for line in inside:
+            print(f"  {line}")
+
+    def samples(self, name: str, values: Sequence[float], unit: str, **more: Any) -> float:
+        """A line of raw samples with their median, which it gives."""
+        median = statistics.median(values) if values else float("nan")
+        self.rows.append({"name": name, "unit": unit, "samples": list(values), "median": median} | more)
+        shown = "  ".join(number(value) for value in values)
+        print(f"  {name:<46} median {number(median):>8} {unit:<5} n={len(values):<3} [{shown}]", flush=True)
+        return median
+
+    def fact(self, name: str, value: Any, text: str) -> None:
+        """One line that is derived from others, or a fact of the machine."""
+        self.rows.append({"name": name, "value": value})
+        print(f"  {name:<46} {text}", flush=True)
+
+    def failure(self, what: str) -> None:
+        """Something that did not work; it is in no sample."""
+        self.failures += 1
+        self.rows.append({"name": "failure", "value": what})
+        print(f"  FAILED: {what}", flush=True)
+
+
+def number(value: float) -> str:
+    """Three digits, or whole above a hundred."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+class Failed(Exception):
+    """A request that was not answered as it should."""
+
+
+@dataclass
+class Bench:
+    """What the measurements share."""
+
+    server: Server
+    wire: Wire
+    report: Report
+    template: str
+
+    def call(self, method: str, path: str, body: object | None, expected: int) -> Any:
+        """JSON of an answer with the expected status."""
+        reply = self.wire.json(method, path, body, timeout=180)
+        if reply.status != expected:
+            raise Failed(f"{method} {path}: {reply.status} {reply.body.decode(errors='replace')[:300]}")
+        return reply.json() if reply.body else None
+
+    def create(self) -> dict[str, Any]:
+        """A sandbox."""
+        return self.call("POST", "/v1/sandboxes", {"template": self.template}, 201)
+
+    def exec(self, id: str, command: str = "true") -> str:
+        """Standard output of a command that succeeds."""
+        done = self.call("POST", f"/v1/sandboxes/{id}/exec", {"cmd": command, "timeout_seconds": 100}, 200)
+        if done["exit_code"] != 0:
+            raise Failed(f"{command!r} in {id} ended with {done['exit_code']}: {done['stderr'][:200]}")
+        return done["stdout"]
+
+    def delete(self, *ids: str) -> None:
+        """Whatever they are doing."""
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda id: self.wire.json("DELETE", f"/v1/sandboxes/{id}"), ids))
+
+    def attempt(self, what: str, action: Callable[[], None]) -> None:
+        """One sample; what goes wrong is counted and is no sample."""
+        try:
+            action()
+        except (Failed, OSError) as error:
+            self.report.failure(f"{what}: {error}")
+
+    @contextmanager
+    def sandbox(self) -> Iterator[str]:
+        """One that is used, and deleted in the end."""
+        id = self.create()["id"]
+        try:
+            self.exec(id)
+            yield id
+        finally:
+            self.delete(id)
+
+
+def millis(since: float) -> float:
+    """Since a moment of `perf_counter`."""
+    return (time.perf_counter() - since) * 1000
+
+
+def machine(bench: Bench) -> None:
+    """Where this was measured."""
+    report = bench.report
+    report.head("Machine")
+    version = bench.wire.json("GET", "/version").json()
+    report.fact("server", version, f"coppice {version['version']}, engine {version['engine']}")
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    model = cpu[0].partition(":")[2].strip() if cpu else "?"
+    report.fact("cpu", os.cpu_count(), f"{os.cpu_count()} x {model}")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    report.fact("memory", memory, f"{memory / GIB:.1f} GiB")
+    report.fact("kernel", platform.release(), platform.release())
+    file_system = next(
+        (
+            words[2]
+            for words in sorted(
+                (line.split() for line in Path("/proc/mounts").read_text().splitlines()), key=lambda one: -len(one[1])
+            )
+            if bench.server.data_dir.is_relative_to(words[1])
+        ),
+        "?",
+    )
+    report.fact("data directory", file_system, f"{bench.server.data_dir} on {file_system}")
+    template = bench.call("GET", f"/v1/templates/{bench.template}", None, 200)
+    report.fact("template", template["name"], f"{template['name']}: {template['cpu']} CPU, {template['memory_mb']} MiB")
+
+
+BOOT_PARTS = ("prepare", "spawn", "load", "session", "handshake")
+CAPTURE_PARTS = ("stop", "devices", "disk", "memory", "publish")
+
+
+def parts(report: Report, name: str, rows: Sequence[dict[str, float] | None], names: Sequence[str]) -> None:
+    """Medians of what a time was made of."""
+    known = [row for row in rows if row]
+    if not known:
+        return
+    medians = {part: statistics.median(row[part] for row in known) for part in names}
+    report.rows.append({"name": f"{name}: parts", "unit": "ms", "medians": medians, "n": len(known)})
+    print(f"  {'':<4}made of (medians): " + "  ".join(f"{part} {number(value)}" for part, value in medians.items()))
+
+
+def start(bench: Bench, rounds: int, cold_rounds: int) -> None:
+    """A restored machine against one that boots."""
+    report = bench.report
+    report.head(
+        "Create against a cold boot, each to its first successful exec",
+        "create: POST /sandboxes sent -> answered -> POST exec `true` answered. The machine is restored from the",
+        "  baked template. Inside: HTTP, record, disk clone, VMM start, load, handshake, one command.",
+        "cold boot: the same for POST /fork of an idle sandbox of the template, whose child boots kernel, init and",
+        "  agent on a clone of its disk. Inside in addition: flush, freeze and clone of the parent's disk.",
+    )
+    taken: dict[str, list[float]] = {"create": [], "cold": []}
+    boots: dict[str, list[dict[str, float] | None]] = {"create": [], "cold": []}
+
+    def sample(kind: str, path: str, body: object, pick: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        since = time.perf_counter()
+        made = pick(bench.call("POST", path, body, 201))
+        try:
+            bench.exec(made["id"])
+            taken[kind].append(millis(since))
+            boots[kind].append(made.get("boot"))
+        finally:
+            bench.delete(made["id"])
+
+    for _ in range(rounds):
+        bench.attempt(
+            "create", lambda: sample("create", "/v1/sandboxes", {"template": bench.template}, lambda one: one)
+        )
+    with bench.sandbox() as parent:
+        for _ in range(cold_rounds):
+            path = f"/v1/sandboxes/{parent}/fork"
+            bench.attempt("cold boot", lambda path=path: sample("cold", path, {}, lambda fork: fork["children"][0]))
+    create = report.samples("create -> first exec", taken["create"], "ms")
+    parts(report, "create -> first exec", boots["create"], BOOT_PARTS)
+    cold = report.samples("cold boot -> first exec", taken["cold"], "ms")
+    parts(report, "cold boot -> first exec", boots["cold"], BOOT_PARTS)
+    report.fact("cold boot / create", cold / create, f"{cold / create:.1f} times (target: 15 or more)")
+
+
+@dataclass
+class Forked:
+    """One fork-tree."""
+
+    answered: float
+    children: list[float]
+    pss: list[float]
+    fork: dict[str, Any]
+
+    @property
+    def pause_rate(self) -> float | None:
+        """MiB/s at which memory was copied inside the pause."""
+        took = (self.fork.get("capture") or {}).get("memory")
+        return self.fork["memory_bytes"] / MIB / (took / 1000) if took else None
+
+
+def fork_once(bench: Bench, parent: str, count: int) -> Forked:
+    """Forks, waits for the first successful exec in every child, measures them and deletes them."""
+    since = time.perf_counter()
+    fork = bench.call("POST", f"/v1/sandboxes/{parent}/fork-tree", {"count": count}, 201)
+    answered = millis(since)
+    ids = [child["id"] for child in fork["children"]]
+    try:
+
+        def first(id: str) -> float:
+            bench.exec(id)
+            return millis(since)
+
+        with ThreadPoolExecutor(count) as pool:
+            children = list(pool.map(first, ids))
+        pss = [host.memory(bench.server.vmm(id))["Pss"] / MIB for id in ids]
+    finally:
+        bench.delete(*ids)
+    for error in fork.get("errors", []):
+        bench.report.failure(f"child {error['index']} of {count}: {error['err']}")
+    if len(ids) != count:
+        raise Failed(f"{len(ids)} of {count} children")
+    return Forked(answered, children, pss, fork)
+
+
+def fork_tree(bench: Bench, rounds: dict[int, int]) -> None:
+    """1, 4 and 16 children of a small parent."""
+    report = bench.report
+    report.head(
+        "Fork-tree: request -> first successful exec in EVERY child",
+        "From POST /fork-tree sent until the last child answered its first `true`; all are asked at the same time.",
+        "The parent is an idle sandbox of the template that ran one command.",
+    )
+    with bench.sandbox() as parent:
+        for count, times in rounds.items():
+            done: list[Forked] = []
+            for _ in range(times):
+                bench.attempt(
+                    f"fork-tree of {count}", lambda count=count, done=done: done.append(fork_once(bench, parent, count))
+                )
+            if not done:
+                continue
+            name = f"fork-tree of {count}"
+            report.samples(f"{name}: all children answered", [max(one.children) for one in done], "ms")
+            report.samples(f"{name}: HTTP answer", [one.answered for one in done], "ms")
+            report.samples(f"{name}: each child", [taken for one in done for taken in one.children], "ms")
+            boots = [child.get("boot") for one in done for child in one.fork["children"]]
+            parts(report, f"{name}: each child", boots, BOOT_PARTS)
+            report.samples(f"{name}: parent_paused_ms", [one.fork["parent_paused_ms"] for one in done], "ms")
+            parts(report, f"{name}: capture", [one.fork.get("capture") for one in done], CAPTURE_PARTS)
+            report.samples(f"{name}: memory copied", [one.fork["memory_bytes"] / MIB for one in done], "MiB")
+            report.samples(f"{name}: PSS of each child's VMM", [pss for one in done for pss in one.pss], "MiB")
+            report.fact(f"{name}: disk clone", done[0].fork["disk_clone"], done[0].fork["disk_clone"])
+
+
+def write_file(file: Path, source: memoryview) -> float:
+    """MiB/s of writing a new file in pieces of 1 MiB."""
+    since = time.perf_counter()
+    with file.open("wb", buffering=0) as out:
+        for at in range(0, len(source), MIB):
+            out.write(source[at : at + MIB])
+        return len(source) / MIB / (time.perf_counter() - since)
+
+
+def write_rates(bench: Bench, rounds: int) -> dict[str, float]:
+    """How fast pages can be written to the same file system, single-threaded, without fsync: fresh ones, and others."""
+    # As long as what is written, so that it does not come out of the CPU's caches: a guest's memory doesn't either.
+    source = memoryview(os.urandom(256 * MIB))
+    files = [bench.server.data_dir / "staging" / f"bench-write-{number}" for number in range(rounds)]
+    try:
+        # Removed at the end only, so that none gets the pages that the one before just gave back.
+        rates = [write_file(file, source) for file in files]
+        fresh = bench.report.samples("write 256 MiB, fresh pages", rates, "MiB/s")
+        again = []
+        for _ in range(rounds):
+            files[0].unlink()
+            again.append(write_file(files[0], source))
+        recycled = bench.report.samples("write 256 MiB, pages given back just before", again, "MiB/s")
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+    return {"fresh pages": fresh, "pages given back just before": recycled}
+
+
+def dirty(bench: Bench, sizes: Sequence[int], rounds: int) -> None:
+    """The pause against the bytes in it."""
+    report = bench.report
+    report.head(
+        "The parent's pause against the memory it owns",
+        "A process in the guest holds so much random memory more; fork-tree of 1. Rate inside the pause =",
+        "memory_bytes / capture.memory (finding and copying). Compared with writing a new file on the same file",
+        "system in this run: one thread, write(2) of 256 MiB of memory, no fsync, until the last write returned.",
+    )
+    writing = write_rates(bench, 5)
+    rates: list[float] = []
+    for size in sizes:
+        done: list[Forked] = []
+
+        def measure(size: int = size, done: list[Forked] = done) -> None:
+            with bench.sandbox() as parent:
+                code = f"import os, time; x = os.urandom({size} << 20); open('/run/filled', 'w'); time.sleep(600)"
+                bench.exec(parent, f'setsid python3 -c "{code}" </dev/null >/dev/null 2>&1 & echo')
+                bench.exec(parent, "until test -e /run/filled; do sleep 0.1; done")
+                for _ in range(rounds):
+                    bench.attempt(f"fork with {size} MiB", lambda: done.append(fork_once(bench, parent, 1)))
+
+        bench.attempt(f"parent with {size} MiB", measure)
+        if not done:
+            continue
+        report.samples(f"{size} MiB more: parent_paused_ms", [one.fork["parent_paused_ms"] for one in done], "ms")
+        parts(report, f"{size} MiB more: capture", [one.fork.get("capture") for one in done], CAPTURE_PARTS)
+        report.samples(f"{size} MiB more: memory copied", [one.fork["memory_bytes"] / MIB for one in done], "MiB")
+        report.samples(f"{size} MiB more: all children answered", [max(one.children) for one in done], "ms")
+        rate = [one.pause_rate for one in done if one.pause_rate]
+        report.samples(f"{size} MiB more: rate inside the pause", rate, "MiB/s")
+        rates += rate
+    if rates:
+        for what, rate in writing.items():
+            ratio = statistics.median(rates) / rate
+            target = " (target: 0.5 or more)" if what == "fresh pages" else ""
+            report.fact(f"inside the pause / {what}", ratio, f"{ratio:.2f}{target}")
+
+
+def clones(bench: Bench, rounds: int) -> None:
+    """Sharing extents does not depend on the size."""
+    report = bench.report
+    report.head(
+        "Clone of a disk image by its size",
+        "FICLONE of an allocated file with 64 pieces of 1 MiB written all over it: the same number of extents in both.",
+        "The time goes with the number of extents, not with the size: a disk that was written for long takes longer.",
+    )
+    staging = bench.server.data_dir / "staging"
+    medians = {}
+    for size in (GIB, 8 * GIB):
+        source, target = staging / "bench-source", staging / "bench-clone"
+        try:
+            with source.open("wb", buffering=0) as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+                for at in range(0, size, size // 64):
+                    os.pwrite(file.fileno(), os.urandom(MIB), at)
+                os.fsync(file.fileno())
+            taken = []
+            for _ in range(rounds):
+                with source.open("rb") as whole, target.open("wb") as clone:
+                    since = time.perf_counter()
+                    fcntl.ioctl(clone.fileno(), FICLONE, whole.fileno())
+                    taken.append(millis(since))
+                target.unlink()
+            medians[size] = report.samples(f"clone of {size // GIB} GiB", taken, "ms")
+        except OSError as error:
+            report.failure(f"clone of {size // GIB} GiB: {error}")
+        finally:
+            source.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
+    if len(medians) == 2:
+        ratio = medians[8 * GIB] / medians[GIB]
+        report.fact("8 GiB / 1 GiB", ratio, f"{ratio:.2f} (target: 1)")
+
+
+def exec_round_trip(bench: Bench, rounds: int) -> None:
+    """One command, over HTTP."""
+    bench.report.head(
+        "Exec round trip", "POST exec `true` in a running sandbox: HTTP, channel, fork and exec in the guest."
+    )
+    taken = []
+    with bench.sandbox() as id:
+        for _ in range(rounds):
+            since = time.perf_counter()
+            bench.exec(id)
+            taken.append(millis(since))
+    bench.report.samples("exec true", taken, "ms")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """All measurements on a server of its own."""
+    for missing, hint in (
+        (not binary().is_file() and binary(), "make build"),
+        (
+            arguments.template not in prepared_templates() and f"template {arguments.template} in {PREPARED}",
+            "make setup",
+        ),
+    ):
+        if missing:
+            print(f"bench: {missing} is missing: run `{hint}` first", file=sys.stderr)
+            return 2
+    started = time.monotonic()
+    folder = PREPARED / "t" / f"bench-{os.getpid()}"
+    folder.mkdir(parents=True, mode=0o755)
+    report = Report()
+    server = Server(make_data_dir(folder, [arguments.template]))
+    try:
+        server.start()
+        bench = Bench(server, server.wire(), report, arguments.template)
+        machine(bench)
+        # Once before anything is measured: the image comes into the page cache.
+        with bench.sandbox():
+            pass
+        quick = arguments.quick
+        start(bench, 3 if quick else 10, 2 if quick else 5)
+        fork_tree(bench, {1: 2, 4: 1, 16: 1} if quick else {1: 5, 4: 5, 16: 3})
+        dirty(bench, (16, 64, 128), 2 if quick else 3)
+        clones(bench, 5 if quick else 11)
+        exec_round_trip(bench, 20 if quick else 50)
+    finally:
+        left = server.close()
+        remove_workspace(folder)
+    report.head("Summary")
+    report.fact("failures", report.failures, str(report.failures))
+    report.fact("left behind", left, str(left or "nothing"))
+    report.fact("took", time.monotonic() - started, f"{time.monotonic() - started:.0f} s")
+    if arguments.json:
+        Path(arguments.json).write_text("".join(json.dumps(row) + "\n" for row in report.rows))
+    return 0
+
+
+def main() -> int:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write every measurement as a line of JSON")
+    parser.add_argument("--template", default="base", help="what is measured (default: base)")
+    parser.add_argument("--quick", action="store_true", help="fewer samples: to see that it works, not to compare")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

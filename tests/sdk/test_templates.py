@@ -1,0 +1,48 @@
+"""Checklist I as far as this version goes, with the published Python client."""
+
+import pytest
+from pandastack import BadRequestError, Client, NotFoundError
+
+from harness.guest import sh
+from harness.server import Server, prepared_templates
+
+needs_code_interpreter = pytest.mark.skipif(
+    "code-interpreter" not in prepared_templates(), reason="the template code-interpreter was not built"
+)
+
+
+def test_102_the_catalogue(client: Client) -> None:
+    templates = {template.name: template for template in client.templates.list()}
+    assert "base" in templates
+    for template in templates.values():
+        assert template.is_global is True
+        assert template.cpu > 0 and template.memory_mb > 0 and template.size_bytes > 0
+    assert client.templates.get("base").name == "base"
+    for unknown in ("x", ".."):
+        with pytest.raises(NotFoundError):
+            client.templates.get(unknown)
+
+
+def test_103_a_global_template_can_not_be_deleted(own_server: Server) -> None:
+    client = own_server.client()
+    with pytest.raises(BadRequestError):
+        client.templates.delete("base")
+    assert own_server.wire().json("DELETE", "/v1/templates/base").status == 403
+    assert client.templates.get("base").name == "base"
+
+
+@needs_code_interpreter
+def test_113_the_default_templates_of_both_clients_create(server: Server, client: Client) -> None:
+    with client.sandboxes.create() as python_default:
+        assert python_default.template == "code-interpreter"
+        assert sh(python_default, "python3 -c 'import numpy, pandas; print(numpy.arange(3).sum())'") == "3\n"
+    with client.sandboxes.create(template="ubuntu-24.04") as typescript_default:
+        assert sh(typescript_default, "python3 -c 'print(1)'") == "1\n"
+
+
+def test_base_has_what_agents_reach_for(client: Client) -> None:
+    with client.sandboxes.create(template="base") as sandbox:
+        for program in ("python3", "bash", "git", "curl", "ps", "find", "ip", "touch", "head", "sha256sum", "setsid"):
+            assert sh(sandbox, f"command -v {program}").strip()
+        # Not held by what was warmed before the capture.
+        assert sandbox.exec("pgrep -x python3").exit_code == 1
