@@ -43,8 +43,8 @@ fmt: ## Formats everything
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-# Unit and property tests and the engine's conformance are built in the dev profile: with overflow checks, and in half the
-# time that the release profile takes for them (measured on a clean clone, two cores: 2.6 against 5.4 minutes).
+# Unit and property tests and the engine's conformance are built in the dev profile: with overflow checks, and quicker than in
+# the release profile.
 test: setup ## Sets everything up, then every test, on real virtual machines (needs root)
 	$(CARGO) test --workspace --locked
 	@$(MAKE) --no-print-directory test-vm
