@@ -144,12 +144,6 @@ impl MachineImage {
     pub fn disk_path(&self) -> PathBuf {
         self.dir.join(DISK_FILE)
     }
-
-    /// The same image after its directory was renamed to `dir`.
-    #[must_use]
-    pub fn moved_to(self, dir: PathBuf) -> Self {
-        Self { dir, ..self }
-    }
 }
 
 /// An image directory whose files are being written. It is nothing until [`PendingImage::complete`]; the directory is
