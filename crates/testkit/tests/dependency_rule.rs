@@ -4,13 +4,15 @@
 use std::process::Command;
 
 /// Each crate may use those before it. The order of the design.
-const ORDER: [&str; 12] = [
+const ORDER: [&str; 14] = [
     "coppice-api",
     "coppice-guest-proto",
     "coppice-snapshot",
     "coppice-guest",
     "coppice-disk",
+    "coppice-net",
     "coppice-engine",
+    "coppice-broker",
     "coppice-image",
     "coppice-host",
     "coppice-control",
@@ -20,7 +22,7 @@ const ORDER: [&str; 12] = [
 ];
 
 /// Crates without `unsafe` say so to the compiler.
-const MAY_BE_UNSAFE: [&str; 3] = ["coppice-guest", "coppice-disk", "coppice-engine"];
+const MAY_BE_UNSAFE: [&str; 5] = ["coppice-guest", "coppice-disk", "coppice-net", "coppice-engine", "coppice-broker"];
 
 fn metadata() -> serde_json::Value {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
