@@ -22,9 +22,16 @@ pub const MIN_ENTROPY: usize = 64;
 pub const MAX_ENTROPY: usize = 4096;
 /// Longest freeze of the root file system before the guest thaws it by itself, milliseconds.
 pub const MAX_FREEZE_MS: u32 = 10_000;
+/// The signal that tells a process of a copied machine to draw its random numbers anew: SIGRTMAX - 4. Sent only to processes
+/// that have a handler for it.
+pub const RESEED_SIGNAL: i32 = 60;
+/// Longest that a hold waits for processes to stand still, milliseconds.
+pub const MAX_HOLD_WAIT_MS: u32 = 2_000;
 /// Longest that one hook in `/etc/coppice/resume.d` may run, milliseconds.
 pub const MAX_HOOK_MS: u64 = 5_000;
 /// Most hooks that are run.
 pub const MAX_HOOKS: usize = 32;
 /// Longest host name, bytes (`HOST_NAME_MAX`, include/uapi/linux/utsname.h).
 pub const MAX_HOSTNAME: usize = 64;
+/// Most ports in one list of those that are listened on.
+pub const MAX_PORTS: usize = 1024;

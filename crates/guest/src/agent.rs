@@ -8,7 +8,7 @@ use coppice_guest_proto::session::PORTS;
 use tokio::net::UnixListener;
 
 use crate::{
-    boot, port,
+    boot, mounts, port,
     port::PortStream,
     reaper::ReapMode,
     service::{GuestService, ServiceConfig},
@@ -18,7 +18,14 @@ use crate::{
 
 /// Serves both virtio-serial ports, for ever. For PID 1.
 pub async fn run_ports() -> io::Result<()> {
-    let service = GuestService::new(ServiceConfig { system: Arc::new(LinuxSystem::new()), reap: ReapMode::All })?;
+    let system = Arc::new(LinuxSystem::new().with_groups(Path::new(mounts::CGROUPS)));
+    match system.bring_network_up() {
+        Ok(true) => {}
+        Ok(false) => tracing::info!("there is no network interface"),
+        // A handshake with a network will fail, and say so to the host.
+        Err(error) => tracing::error!("the network is not up: {error}"),
+    }
+    let service = GuestService::new(ServiceConfig { system, reap: ReapMode::All })?;
     let mut tasks = Vec::new();
     for name in PORTS {
         let port = open(name).map_err(|e| io::Error::new(e.kind(), format!("port {name}: {e}")))?;

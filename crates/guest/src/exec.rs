@@ -37,6 +37,8 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use tonic::{Status, Streaming};
 
 use crate::{
+    hold::Entered,
+    processes::Group,
     reaper::{Exit, Spawned},
     resume::Identity,
     service::Agent,
@@ -86,8 +88,10 @@ pub(crate) async fn exec(
     let cancel = CancellationToken::new();
     let (started, outcome) = oneshot::channel();
     let stream = OutputStream { rx, session: session.clone(), cancel: cancel.clone() };
+    // While the machine's processes are held, before the command is one: in a copy it is then dropped with the session.
+    let entered = agent.hold.enter().await;
     // From here on the command belongs to its own task: this call may be dropped at any await.
-    tokio::spawn(run(agent.clone(), prepared, Call { input, output, cancel, started, _permit: permit }));
+    tokio::spawn(run(agent.clone(), prepared, Call { input, output, cancel, started, entered, _permit: permit }));
     outcome.await.map_err(|_| Status::internal("the command could not be started"))??;
     Ok(stream)
 }
@@ -179,6 +183,8 @@ struct Call {
     output: mpsc::Sender<Result<ExecOutput, Status>>,
     cancel: CancellationToken,
     started: oneshot::Sender<Result<(), Status>>,
+    /// Until it has been started.
+    entered: Entered,
     _permit: OwnedSemaphorePermit,
 }
 
@@ -188,6 +194,7 @@ async fn run(agent: std::sync::Arc<Agent>, prepared: Prepared, call: Call) {
     let program = prepared.argv.first().cloned().unwrap_or_default();
     let spawning = agent.clone();
     let spawned = tokio::task::spawn_blocking(move || spawn(&spawning, prepared)).await;
+    drop(call.entered);
     let (result, spawned) = match spawned {
         Ok(Ok(spawned)) => (Ok(()), Some(spawned)),
         Ok(Err(SpawnError::Exec(error))) => {
@@ -214,7 +221,8 @@ async fn run(agent: std::sync::Arc<Agent>, prepared: Prepared, call: Call) {
 
 fn spawn(agent: &Agent, prepared: Prepared) -> Result<Spawned, SpawnError> {
     let argv = prepared.argv.iter().map(String::as_str);
-    let mut command = crate::spawn::command(argv, prepared.env, &prepared.dir, Some(&prepared.user))?;
+    let door = agent.system.door(Group::Commands)?;
+    let mut command = crate::spawn::command(argv, prepared.env, &prepared.dir, Some(&prepared.user), door)?;
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     if prepared.stdin {
         command.stdin(Stdio::piped());

@@ -2,19 +2,25 @@
 //!
 //! As PID 1 ([`boot`]) it loads modules, mounts the root disk, switches root and stays: it reaps, runs commands, serves
 //! files, performs the resume handshake and freezes the root file system. Everything that it does to the machine as a
-//! whole (clock, CRNG, host name, freeze) goes through [`System`], so that the same service runs in an ordinary process:
+//! whole (clock, CRNG, host name, network, freeze) goes through [`System`], so that the same service runs in an ordinary process:
 //! tests and `coppice-testkit`'s fake engine embed it with a [`RecordingSystem`] and [`serve`] it on any byte stream.
 //!
-//! It does not decide anything about sandboxes (the host does), and it configures no network yet.
+//! It does not decide anything about sandboxes: the host does.
 
 pub mod agent;
 pub mod boot;
+mod connections;
 pub mod console;
 mod exec;
 mod files;
+mod hold;
 mod modules;
 mod mounts;
+mod netlink;
+mod network;
 pub mod port;
+mod ports;
+mod processes;
 mod quiesce;
 mod reaper;
 mod remove;
@@ -27,6 +33,8 @@ mod system;
 mod users;
 mod write_file;
 
+pub use network::NetworkConfig;
+pub use processes::Group;
 pub use reaper::ReapMode;
 pub use service::{GuestService, ServiceConfig};
 pub use session::{ServeError, serve};

@@ -13,6 +13,9 @@ use rustix::{
 /// Where the root disk is mounted before it becomes `/`.
 const NEW_ROOT: &str = "/newroot";
 
+/// Where the groups that processes are held in are.
+pub(crate) const CGROUPS: &str = "/sys/fs/cgroup";
+
 /// One file system without a disk.
 struct Virtual {
     kind: &'static str,
@@ -46,7 +49,8 @@ pub(crate) fn mount_rest() -> io::Result<()> {
         },
         virtual_fs("tmpfs", "/dev/shm", Some(c"mode=1777")),
         virtual_fs("tmpfs", "/run", Some(c"mode=755")),
-        Virtual { needed: false, ..virtual_fs("cgroup2", "/sys/fs/cgroup", None) },
+        // Every command is moved into its group, and without this the kernel waits for a grace period of RCU each time.
+        Virtual { needed: false, ..virtual_fs("cgroup2", CGROUPS, Some(c"favordynmods")) },
     ];
     mounts.iter().try_for_each(mount_virtual)?;
     // What udev would make.
@@ -64,14 +68,18 @@ pub(crate) fn mount_rest() -> io::Result<()> {
     for dir in ["/run/coppice", "/run/lock"] {
         fs::create_dir_all(dir)?;
     }
-    ["hostname", "machine-id"].into_iter().try_for_each(mount_name)
+    ["hostname", "machine-id", "resolv.conf"].into_iter().try_for_each(mount_name)
 }
 
-/// Files that every resume writes are in memory and only mounted over the disk: a write to ext4 runs much more kernel code
+/// Files that resumes write are in memory and only mounted over the disk: a write to ext4 runs much more kernel code
 /// (which costs in a machine that was just restored), and makes its disk differ from that of its siblings for nothing.
 fn mount_name(name: &str) -> io::Result<()> {
     let (file, over) = (format!("/run/coppice/{name}"), format!("/etc/{name}"));
     fs::write(&file, "")?;
+    // A link, as of resolv.conf with systemd-resolved, may lead nowhere, or into a /run that is no more.
+    if fs::symlink_metadata(&over).is_ok_and(|meta| meta.is_symlink()) {
+        fs::remove_file(&over)?;
+    }
     if !fs::exists(&over)? {
         fs::write(&over, "")?;
     }

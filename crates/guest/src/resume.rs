@@ -1,12 +1,16 @@
 //! The resume handshake: what makes a restored or freshly booted machine this machine, now.
 //!
 //! In this order: the clock is stepped (so that nothing later carries an old time), entropy is added and the CRNG
-//! reseeded (so that nothing later draws numbers that a sibling draws), host name and machine-id are set, the identity
-//! is written to `/run/coppice/identity.json`, and the hooks in `/etc/coppice/resume.d` run, which may rely on all of it.
+//! reseeded (so that nothing later draws numbers that a sibling draws), host name and machine-id are set, the network
+//! interface gets its MAC and address and connections from an earlier address are ended, the identity is written to
+//! `/run/coppice/identity.json`, and the hooks in `/etc/coppice/resume.d` run, which may rely on all of it.
+//! Then processes are told to reseed, and last of all those that were held when the machine was captured go on ([`crate::hold`]).
 //! Files are written without fsync: a machine that crashes gets another handshake.
 //!
-//! An unpause steps the clock only; a bake sets clock and entropy, since what it makes is not a machine yet. The network
-//! is recorded, not configured.
+//! What fails before the hooks fails the handshake: a machine with another's address is not let loose.
+//!
+//! An unpause steps the clock only; a bake sets clock and entropy, and the network if it has one, since what it makes is not a
+//! machine yet.
 
 use std::{
     collections::BTreeMap,
@@ -26,11 +30,11 @@ use coppice_guest_proto::{
 use serde::Serialize;
 use tonic::Status;
 
-use crate::{service::Agent, spawn::SpawnError, system::System};
+use crate::{network::NetworkConfig, processes::Group, service::Agent, spawn::SpawnError, system::System};
 
 /// Bytes of a generation.
 const GENERATION: usize = 16;
-/// Longest of the names that are only handed on (ids, addresses), bytes.
+/// Longest of the names that are only handed on (ids), bytes.
 const MAX_NAME: usize = 256;
 /// Most DNS servers.
 const MAX_DNS: usize = 16;
@@ -44,6 +48,8 @@ pub(crate) struct Identity {
     pub generation: Vec<u8>,
     /// `COPPICE_*`, for commands and hooks.
     pub env: BTreeMap<String, String>,
+    /// What the network interface was set to, if it was.
+    network: Option<NetworkConfig>,
     reply: ResumeReply,
 }
 
@@ -67,14 +73,15 @@ impl ResumeState {
 /// Serves the call. The handshake goes to its end even if the call is dropped.
 pub(crate) async fn resume(agent: Arc<Agent>, request: ResumeRequest) -> Result<ResumeReply, Status> {
     let begun = Instant::now();
-    let reason = validate(&request)?;
+    let (reason, network) = validate(&request)?;
     tokio::spawn(async move {
         let _turn = agent.resume.turn.lock().await;
         let last = agent.resume.identity();
         if let Some(last) = last.as_deref().filter(|last| last.generation == request.generation) {
+            agent.hold.release().await?;
             return Ok(last.reply.clone());
         }
-        handshake(&agent, reason, request, last.as_deref(), begun).await
+        handshake(&agent, reason, request, network, last.as_deref(), begun).await
     })
     .await
     .map_err(|e| Status::internal(format!("the handshake failed: {e}")))?
@@ -84,6 +91,7 @@ async fn handshake(
     agent: &Arc<Agent>,
     reason: ResumeReason,
     request: ResumeRequest,
+    network: Option<NetworkConfig>,
     last: Option<&Identity>,
     begun: Instant,
 ) -> Result<ResumeReply, Status> {
@@ -96,12 +104,20 @@ async fn handshake(
     let generation = request.generation.clone();
     // Not on a worker thread: nothing in it waits for a disk, and in a machine that was just restored every piece of code
     // that runs for the first time costs.
-    let clock_error_ns = apply(&*agent.system, reason, &request, begun)?;
+    let before = last.and_then(|last| last.network.as_ref());
+    let change = network.as_ref().map(|network| (before, network));
+    let clock_error_ns = apply(&*agent.system, reason, &request, change, begun)?;
+    let network = network.or_else(|| before.cloned());
     let hooks = if identifies { run_hooks(agent, &env).await } else { Vec::new() };
+    if is_copy(reason) {
+        // Before they go on, so that no number is drawn from the state that a sibling has.
+        let failed = |e| Status::internal(format!("telling processes to reseed: {e}"));
+        agent.system.reseed_processes().map_err(failed)?;
+    }
     let took_us = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX);
     let reply = ResumeReply { generation: generation.clone(), clock_error_ns, hooks, took_us };
     let id = hex(&generation);
-    agent.resume.set(Identity { generation, env, reply: reply.clone() });
+    agent.resume.set(Identity { generation, env, network, reply: reply.clone() });
     let line = format!(
         "resumed: {} generation={id} clock_error_ms={} hooks={} took_us={took_us}",
         reason.as_str_name(),
@@ -113,6 +129,8 @@ async fn handshake(
         tokio::time::sleep(LOG_LATER).await;
         tracing::info!("{line}");
     });
+    // Last of all: what is released sees the machine as it is from now on. After a failure everything stays held.
+    agent.hold.release().await?;
     Ok(reply)
 }
 
@@ -121,8 +139,20 @@ fn identifies(reason: ResumeReason) -> bool {
     !matches!(reason, ResumeReason::Unpause | ResumeReason::Bake)
 }
 
-/// Steps the clock, adds entropy, sets names. Returns how far the clock was off.
-fn apply(system: &dyn System, reason: ResumeReason, request: &ResumeRequest, begun: Instant) -> Result<i64, Status> {
+/// Whether another machine may have the same memory. One that wakes is the only one that goes on with its own, and a program
+/// that chose its seed keeps it.
+fn is_copy(reason: ResumeReason) -> bool {
+    matches!(reason, ResumeReason::Create | ResumeReason::Fork | ResumeReason::Restore)
+}
+
+/// Steps the clock, adds entropy, sets names and the network. Returns how far the clock was off.
+fn apply(
+    system: &dyn System,
+    reason: ResumeReason,
+    request: &ResumeRequest,
+    network: Option<(Option<&NetworkConfig>, &NetworkConfig)>,
+    begun: Instant,
+) -> Result<i64, Status> {
     let failed = |what: &str, error: io::Error| Status::internal(format!("{what}: {error}"));
     let elapsed = i64::try_from(begun.elapsed().as_nanos()).unwrap_or(0);
     let now = request.wall_clock_unix_ns.saturating_add(elapsed);
@@ -132,8 +162,9 @@ fn apply(system: &dyn System, reason: ResumeReason, request: &ResumeRequest, beg
         return Ok(clock_error_ns);
     }
     system.add_entropy(&request.entropy).map_err(|e| failed("reseeding the random number generator", e))?;
+    let set_network = || network.map_or(Ok(()), |(old, new)| apply_network(system, old, new));
     if reason == ResumeReason::Bake {
-        return Ok(clock_error_ns);
+        return set_network().map(|()| clock_error_ns);
     }
     system.set_hostname(&request.hostname).map_err(|e| failed("setting the host name", e))?;
     let root = system.root();
@@ -143,8 +174,29 @@ fn apply(system: &dyn System, reason: ResumeReason, request: &ResumeRequest, beg
     for (path, line) in [("etc/hostname", &request.hostname), ("etc/machine-id", &request.machine_id)] {
         overwrite(&root.join(path), &format!("{line}\n")).map_err(|e| failed(&format!("writing /{path}"), e))?;
     }
+    set_network()?;
     write("run/coppice/identity.json", 0o644, &identity_json(reason, request)?)?;
     Ok(clock_error_ns)
+}
+
+/// Only what differs from the last handshake: a machine that wakes is what it was, a copy has its original's route and DNS.
+fn apply_network(system: &dyn System, old: Option<&NetworkConfig>, new: &NetworkConfig) -> Result<(), Status> {
+    let failed = |what: &str, error: io::Error| Status::internal(format!("{what}: {error}"));
+    if old == Some(new) {
+        return Ok(());
+    }
+    system.set_network(old, new).map_err(|e| failed("setting the network", e))?;
+    // After the address is gone: see `connections`.
+    if let Some(old) = old.filter(|old| old.address != new.address) {
+        let what = |e| failed(&format!("ending the connections from {}", old.address), e);
+        system.end_connections(old.address).map_err(what)?;
+    }
+    if old.is_none_or(|old| old.dns != new.dns) {
+        let servers: String = new.dns.iter().map(|server| format!("nameserver {server}\n")).collect();
+        overwrite(&system.root().join("etc/resolv.conf"), &servers)
+            .map_err(|e| failed("writing /etc/resolv.conf", e))?;
+    }
+    Ok(())
 }
 
 /// Writes a line into a file that may be a mount point, as those of [`crate::mounts`] are.
@@ -273,7 +325,7 @@ fn env(request: &ResumeRequest, reason: ResumeReason) -> BTreeMap<String, String
     env
 }
 
-fn validate(request: &ResumeRequest) -> Result<ResumeReason, Status> {
+fn validate(request: &ResumeRequest) -> Result<(ResumeReason, Option<NetworkConfig>), Status> {
     let bad = |what: String| Err(Status::invalid_argument(what));
     let reason = request.reason();
     if reason == ResumeReason::Unspecified {
@@ -289,8 +341,18 @@ fn validate(request: &ResumeRequest) -> Result<ResumeReason, Status> {
     if entropy > MAX_ENTROPY || (entropy < MIN_ENTROPY && reason != ResumeReason::Unpause) {
         return bad(format!("{entropy} bytes of entropy are not between {MIN_ENTROPY} and {MAX_ENTROPY}"));
     }
-    if !identifies(reason) {
-        return Ok(reason);
+    if reason == ResumeReason::Unpause {
+        return Ok((reason, None));
+    }
+    if request.net.as_ref().is_some_and(|net| net.dns.len() > MAX_DNS) {
+        return bad(format!("there are more than {MAX_DNS} DNS servers"));
+    }
+    let network = match request.net.as_ref().map(NetworkConfig::try_from).transpose() {
+        Ok(network) => network,
+        Err(what) => return bad(what),
+    };
+    if reason == ResumeReason::Bake {
+        return Ok((reason, network));
     }
     if !is_hostname(&request.hostname) {
         return bad(format!("{:?} is not a host name", request.hostname));
@@ -300,13 +362,11 @@ fn validate(request: &ResumeRequest) -> Result<ResumeReason, Status> {
         return bad(format!("{:?} is not a machine id (32 lowercase hex digits)", request.machine_id));
     }
     let fork = request.fork.as_ref().map(|fork| [&fork.parent, &fork.tree, &fork.mode]);
-    let net = request.net.as_ref().map(|net| [&net.mac, &net.ip, &net.gateway]);
-    let dns = request.net.as_ref().map_or(&[][..], |net| &net.dns);
-    let names = fork.into_iter().chain(net).flatten().chain(dns).chain([&request.sandbox_id]);
-    if dns.len() > MAX_DNS || names.into_iter().any(|n| n.len() > MAX_NAME || n.chars().any(char::is_control)) {
-        return bad("an id or address is too long, or has control characters".to_owned());
+    let names = fork.into_iter().flatten().chain([&request.sandbox_id]);
+    if names.into_iter().any(|n| n.len() > MAX_NAME || n.chars().any(char::is_control)) {
+        return bad("an id is too long, or has control characters".to_owned());
     }
-    Ok(reason)
+    Ok((reason, network))
 }
 
 /// RFC 1123: labels of letters, digits and inner hyphens.
@@ -331,6 +391,11 @@ async fn run_hooks(agent: &Arc<Agent>, env: &BTreeMap<String, String>) -> Vec<Ho
             tracing::warn!("resume hook {name} failed: exit_code={exit_code} timed_out={timed_out}");
         }
         results.push(HookResult { name, exit_code, timed_out });
+    }
+    if !results.is_empty()
+        && let Err(error) = agent.system.adopt_hooks()
+    {
+        tracing::warn!("what resume hooks left running is not part of the commands: {error}");
     }
     results
 }
@@ -358,7 +423,13 @@ async fn run_hook(agent: &Arc<Agent>, path: &Path, env: &BTreeMap<String, String
     env.insert("HOME".to_owned(), "/root".to_owned());
     let spawned = tokio::task::spawn_blocking(move || {
         let root = spawning.system.root().to_owned();
-        let mut command = crate::spawn::command([path.to_string_lossy().as_ref()], env, &root, None)?;
+        let mut command = crate::spawn::command(
+            [path.to_string_lossy().as_ref()],
+            env,
+            &root,
+            None,
+            spawning.system.door(Group::Hooks)?,
+        )?;
         // What a hook says goes to the console, with the agent's own log.
         command.stdout(Stdio::inherit()).stderr(Stdio::inherit());
         spawning.reaper.spawn(&mut command).map_err(SpawnError::from)

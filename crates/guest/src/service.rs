@@ -5,7 +5,7 @@
 
 use std::{
     io,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::{
+    hold::Hold,
     quiesce::Quiesce,
     reaper::{ReapMode, Reaper},
     resume::{Identity, ResumeState},
@@ -48,6 +49,7 @@ pub(crate) struct Agent {
     pub system: Arc<dyn System>,
     pub reaper: Arc<Reaper>,
     pub quiesce: Quiesce,
+    pub hold: Arc<Hold>,
     pub resume: ResumeState,
     pub commands: Arc<Semaphore>,
     blocking: Semaphore,
@@ -60,6 +62,7 @@ impl GuestService {
         Ok(Self {
             agent: Arc::new(Agent {
                 quiesce: Quiesce::new(config.system.clone()),
+                hold: Arc::new(Hold::new(config.system.clone())),
                 system: config.system,
                 reaper: Reaper::start(config.reap)?,
                 resume: ResumeState::default(),
@@ -186,6 +189,12 @@ impl Guest for SessionService {
         crate::remove::remove(&self.agent, request.into_inner()).await.map(Response::new)
     }
 
+    async fn list_ports(&self, _: Request<v1::ListPortsRequest>) -> Reply<v1::ListPortsReply> {
+        self.agent.identity()?;
+        let list = || crate::ports::list(Path::new("/proc")).map_err(|e| crate::status::from_io(&"/proc/net", &e));
+        self.agent.blocking(list).await.map(Response::new)
+    }
+
     async fn quiesce(&self, request: Request<v1::QuiesceRequest>) -> Reply<v1::QuiesceReply> {
         self.agent.identity()?;
         self.agent.quiesce.freeze(request.into_inner()).await.map(Response::new)
@@ -194,5 +203,15 @@ impl Guest for SessionService {
     async fn thaw(&self, _: Request<v1::ThawRequest>) -> Reply<v1::ThawReply> {
         self.agent.identity()?;
         Ok(Response::new(self.agent.quiesce.thaw().await))
+    }
+
+    async fn hold(&self, request: Request<v1::HoldRequest>) -> Reply<v1::HoldReply> {
+        self.agent.identity()?;
+        self.agent.hold.hold(request.into_inner()).await.map(Response::new)
+    }
+
+    async fn release(&self, _: Request<v1::ReleaseRequest>) -> Reply<v1::ReleaseReply> {
+        self.agent.identity()?;
+        self.agent.hold.release().await.map(Response::new)
     }
 }

@@ -6,7 +6,7 @@
 use std::{
     ffi::CString,
     io,
-    os::unix::process::CommandExt,
+    os::{fd::OwnedFd, unix::process::CommandExt},
     path::Path,
     process::{Command, Stdio},
 };
@@ -44,12 +44,13 @@ impl From<io::Error> for SpawnError {
     }
 }
 
-/// A command in `dir` as `user` (`None`: as the agent) with exactly the environment `env`.
+/// A command in `dir` as `user` (`None`: as the agent) with exactly the environment `env`, that joins the group behind `door`.
 pub(crate) fn command<'a>(
     argv: impl IntoIterator<Item = &'a str>,
     env: impl IntoIterator<Item = (String, String)>,
     dir: &Path,
     user: Option<&User>,
+    door: Option<OwnedFd>,
 ) -> io::Result<Command> {
     let mut argv = argv.into_iter();
     let mut command = Command::new(argv.next().ok_or(io::ErrorKind::InvalidInput)?);
@@ -64,14 +65,18 @@ pub(crate) fn command<'a>(
     unsafe {
         command.pre_exec(move || {
             let ids = ids.as_ref().map(|(uid, gid, groups)| (*uid, *gid, groups.as_slice()));
-            set_up(&dir, ids).map_err(|e| io::Error::from_raw_os_error(SETUP_ERROR + e.raw_os_error()))
+            set_up(&dir, ids, door.as_ref()).map_err(|e| io::Error::from_raw_os_error(SETUP_ERROR + e.raw_os_error()))
         });
     }
     Ok(command)
 }
 
 /// The child's side. Async-signal-safe.
-fn set_up(dir: &CString, ids: Option<(Uid, Gid, &[Gid])>) -> Result<(), Errno> {
+fn set_up(dir: &CString, ids: Option<(Uid, Gid, &[Gid])>, door: Option<&OwnedFd>) -> Result<(), Errno> {
+    if let Some(door) = door {
+        // Itself. What it starts later is born in the same group.
+        rustix::io::write(door, b"0")?;
+    }
     rustix::process::setsid()?;
     reset_signals();
     set_oom_score();

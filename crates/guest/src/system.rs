@@ -1,18 +1,29 @@
 //! What the agent does to the machine as a whole, behind a trait: the wall clock, the kernel's random number generator,
-//! the host name, freezing the root file system, and where the root directory is.
+//! the host name, the network, freezing the root file system, holding processes, and where the root directory is.
 //!
 //! [`LinuxSystem`] does it, [`RecordingSystem`] only records it. Ordinary file and process work is not in here.
 
 use std::{
     io,
-    os::fd::AsRawFd,
+    net::Ipv4Addr,
+    os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::Mutex,
+    sync::{Mutex, PoisonError},
+    time::Duration,
 };
 
+use coppice_guest_proto::limits::RESEED_SIGNAL;
 use rustix::{
     fs::{Mode, OFlags},
+    process::Signal,
     time::{ClockId, Timespec},
+};
+
+use crate::{
+    connections,
+    netlink::Socket,
+    network::{Interface, NetworkConfig},
+    processes::{Group, Processes},
 };
 
 /// The effects that reach beyond the agent's own processes and files.
@@ -25,12 +36,27 @@ pub trait System: Send + Sync + 'static {
     fn add_entropy(&self, entropy: &[u8]) -> io::Result<()>;
     /// Sets the kernel's host name.
     fn set_hostname(&self, hostname: &str) -> io::Result<()>;
+    /// Makes the network interface `new`, from `old`, which was set before. May be repeated.
+    fn set_network(&self, old: Option<&NetworkConfig>, new: &NetworkConfig) -> io::Result<()>;
+    /// Ends all connections from an address that the machine does not have any more, with an error for who uses them.
+    fn end_connections(&self, address: Ipv4Addr) -> io::Result<()>;
     /// Writes everything that is dirty to the disk.
     fn sync(&self);
     /// Freezes the root file system.
     fn freeze(&self) -> io::Result<()>;
     /// Thaws the root file system.
     fn thaw(&self) -> io::Result<()>;
+    /// Holds every process that was started in [`Group::Commands`], and all that came from it; all or none. `TimedOut`:
+    /// some did not stand still in time. `Unsupported`: there is no way to.
+    fn hold_processes(&self, limit: Duration) -> io::Result<()>;
+    /// Lets them go on.
+    fn release_processes(&self) -> io::Result<()>;
+    /// Tells the processes of [`Group::Commands`] that listen for it to draw their random numbers anew.
+    fn reseed_processes(&self) -> io::Result<()>;
+    /// Makes what resume hooks left running part of [`Group::Commands`].
+    fn adopt_hooks(&self) -> io::Result<()>;
+    /// Where a new process writes `0` to join a group; `None` where there are no groups.
+    fn door(&self, group: Group) -> io::Result<Option<OwnedFd>>;
     /// The directory that paths of the protocol are resolved in: `/`, except in tests and fakes.
     fn root(&self) -> &Path;
 }
@@ -66,14 +92,62 @@ const _: () = assert!(std::mem::offset_of!(RandPoolInfo, buf) == 8);
 /// The machine that the agent is PID 1 of.
 #[derive(Debug, Default)]
 pub struct LinuxSystem {
-    _private: (),
+    network: Mutex<Network>,
+    processes: Option<Processes>,
+}
+
+/// Opened when it is first needed, and kept.
+#[derive(Debug, Default)]
+struct Network {
+    interface: Option<Interface>,
+    diag: Option<Socket>,
+}
+
+impl Network {
+    fn interface(&mut self) -> io::Result<&mut Interface> {
+        match &mut self.interface {
+            Some(interface) => Ok(interface),
+            none => Ok(none.insert(Interface::find()?)),
+        }
+    }
 }
 
 impl LinuxSystem {
     /// The running machine. The caller says by this that the agent may change it as a whole.
     #[must_use]
     pub fn new() -> Self {
-        Self { _private: () }
+        Self { network: Mutex::default(), processes: None }
+    }
+
+    /// Makes the groups that processes are held in, in a mounted cgroup v2 hierarchy. Without them nothing can be held.
+    #[must_use]
+    pub fn with_groups(mut self, root: &Path) -> Self {
+        match Processes::make(root) {
+            Ok(processes) => self.processes = Some(processes),
+            Err(error) => tracing::error!("{}: processes can't be held: {error}", root.display()),
+        }
+        self
+    }
+
+    fn processes(&self) -> io::Result<&Processes> {
+        self.processes.as_ref().ok_or_else(|| io::ErrorKind::Unsupported.into())
+    }
+
+    /// Brings the network interface up, before it has an address, and opens what later handshakes need: all of that is then
+    /// part of what machines are restored from. Returns whether there is one.
+    pub fn bring_network_up(&self) -> io::Result<bool> {
+        let mut network = self.network();
+        match network.interface() {
+            Ok(interface) => interface.bring_up()?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(error),
+        }
+        network.diag = Socket::sock_diag().ok();
+        Ok(true)
+    }
+
+    fn network(&self) -> std::sync::MutexGuard<'_, Network> {
+        self.network.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn freeze_ioctl(request: u64) -> io::Result<()> {
@@ -127,6 +201,14 @@ impl System for LinuxSystem {
         Ok(rustix::system::sethostname(hostname.as_bytes())?)
     }
 
+    fn set_network(&self, old: Option<&NetworkConfig>, new: &NetworkConfig) -> io::Result<()> {
+        self.network().interface()?.set(old, new)
+    }
+
+    fn end_connections(&self, address: Ipv4Addr) -> io::Result<()> {
+        connections::end(&mut self.network().diag, address)
+    }
+
     fn sync(&self) {
         rustix::fs::sync();
     }
@@ -137,6 +219,28 @@ impl System for LinuxSystem {
 
     fn thaw(&self) -> io::Result<()> {
         Self::freeze_ioctl(FITHAW)
+    }
+
+    fn hold_processes(&self, limit: Duration) -> io::Result<()> {
+        self.processes()?.hold(limit)
+    }
+
+    fn release_processes(&self) -> io::Result<()> {
+        self.processes()?.release()
+    }
+
+    fn reseed_processes(&self) -> io::Result<()> {
+        // SAFETY: the number is that of a real-time signal, none of those that libc keeps for itself (32 to 34).
+        let signal = unsafe { Signal::from_raw_unchecked(RESEED_SIGNAL) };
+        self.processes.as_ref().map_or(Ok(()), |processes| processes.signal(signal))
+    }
+
+    fn adopt_hooks(&self) -> io::Result<()> {
+        self.processes.as_ref().map_or(Ok(()), Processes::adopt_hooks)
+    }
+
+    fn door(&self, group: Group) -> io::Result<Option<OwnedFd>> {
+        self.processes.as_ref().map(|processes| processes.door(group).try_clone_to_owned()).transpose()
     }
 
     fn root(&self) -> &Path {
@@ -153,12 +257,22 @@ pub enum Effect {
     AddEntropy(Vec<u8>),
     /// [`System::set_hostname`]
     SetHostname(String),
+    /// [`System::set_network`]: the old address, and what was set.
+    SetNetwork(Option<Ipv4Addr>, NetworkConfig),
+    /// [`System::end_connections`]
+    EndConnections(Ipv4Addr),
     /// [`System::sync`]
     Sync,
     /// [`System::freeze`]
     Freeze,
     /// [`System::thaw`]
     Thaw,
+    /// [`System::hold_processes`]
+    HoldProcesses,
+    /// [`System::reseed_processes`]
+    ReseedProcesses,
+    /// [`System::release_processes`]
+    ReleaseProcesses,
 }
 
 /// A system whose effects are recorded and not applied, for tests and fakes. Paths are resolved below `root`.
@@ -174,6 +288,9 @@ struct Recorded {
     /// Added to the real clock by steps.
     clock_offset_ns: i64,
     entropy_error: Option<i32>,
+    network_error: Option<i32>,
+    connections_error: Option<i32>,
+    hold_error: Option<i32>,
 }
 
 impl RecordingSystem {
@@ -193,13 +310,28 @@ impl RecordingSystem {
         self.lock().entropy_error = errno;
     }
 
+    /// Makes [`System::set_network`] fail with this errno from now on.
+    pub fn fail_network(&self, errno: Option<i32>) {
+        self.lock().network_error = errno;
+    }
+
+    /// Makes [`System::end_connections`] fail with this errno from now on.
+    pub fn fail_connections(&self, errno: Option<i32>) {
+        self.lock().connections_error = errno;
+    }
+
+    /// Makes [`System::hold_processes`] fail with this errno from now on.
+    pub fn fail_hold(&self, errno: Option<i32>) {
+        self.lock().hold_error = errno;
+    }
+
     /// Puts the recorded clock off by this much, as if the machine had been captured a while ago.
     pub fn set_clock_error_ns(&self, error_ns: i64) {
         self.lock().clock_offset_ns = error_ns;
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Recorded> {
-        self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn record(&self, effect: Effect) {
@@ -233,6 +365,22 @@ impl System for RecordingSystem {
         Ok(())
     }
 
+    fn set_network(&self, old: Option<&NetworkConfig>, new: &NetworkConfig) -> io::Result<()> {
+        if let Some(errno) = self.lock().network_error {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        self.record(Effect::SetNetwork(old.map(|old| old.address), new.clone()));
+        Ok(())
+    }
+
+    fn end_connections(&self, address: Ipv4Addr) -> io::Result<()> {
+        if let Some(errno) = self.lock().connections_error {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        self.record(Effect::EndConnections(address));
+        Ok(())
+    }
+
     fn sync(&self) {
         self.record(Effect::Sync);
     }
@@ -245,6 +393,32 @@ impl System for RecordingSystem {
     fn thaw(&self) -> io::Result<()> {
         self.record(Effect::Thaw);
         Ok(())
+    }
+
+    fn hold_processes(&self, _: Duration) -> io::Result<()> {
+        if let Some(errno) = self.lock().hold_error {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        self.record(Effect::HoldProcesses);
+        Ok(())
+    }
+
+    fn release_processes(&self) -> io::Result<()> {
+        self.record(Effect::ReleaseProcesses);
+        Ok(())
+    }
+
+    fn reseed_processes(&self) -> io::Result<()> {
+        self.record(Effect::ReseedProcesses);
+        Ok(())
+    }
+
+    fn adopt_hooks(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn door(&self, _: Group) -> io::Result<Option<OwnedFd>> {
+        Ok(None)
     }
 
     fn root(&self) -> &Path {

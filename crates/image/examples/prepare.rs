@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use coppice_disk::{DataDir, Event, VolumeSpec, ensure_volume};
-use coppice_engine::{QemuConfig, QemuEngine};
+use coppice_engine::{Local, LocalConfig, QemuConfig, QemuEngine};
 use coppice_image::{Cache, PrepareOptions, Recipes, prepare};
 
 #[tokio::main]
@@ -21,7 +21,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     ensure_volume(Path::new(data), &VolumeSpec::default(), &progress)?;
     let data = DataDir::open(Path::new(data))?;
     let cache = Cache::open(Path::new(cache))?;
-    let engine = QemuEngine::new(QemuConfig::default()).await?;
+    let local = std::sync::Arc::new(Local::new(LocalConfig::default())?);
+    let engine = QemuEngine::new(local, QemuConfig::default()).await?;
     let options = PrepareOptions {
         templates: templates.to_vec(),
         recipes: Recipes::builtin(),

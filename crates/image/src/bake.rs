@@ -14,8 +14,8 @@ use std::time::{Duration, Instant, SystemTime};
 use coppice_disk::staging::{self, Staging};
 use coppice_disk::{CloneError, CloneKind, DataDir, Event, NameError, Progress, StagingError, clone_file_async};
 use coppice_engine::{
-    AdoptError, BootError, BootSpec, CaptureError, CapturePlan, Engine, GuestError, GuestSession, SessionError, Vm,
-    VmError, VmPlace, VmRecord,
+    AdoptError, BootError, BootSpec, CaptureError, CapturePlan, Engine, GuestError, GuestSession, JailSlot, Nic,
+    SessionError, Vm, VmError, VmPlace, VmRecord,
 };
 use coppice_guest_proto::v1::{ResumeReason, ResumeRequest};
 use coppice_snapshot::{CreateImageError, MachineSpec, PendingImage};
@@ -103,6 +103,9 @@ pub enum BakeError {
         /// The end of what it wrote.
         output: String,
     },
+    /// There is no network device for it.
+    #[error("a network device can't be made for the template's machine")]
+    Nic(#[source] io::Error),
     /// The machine could not be captured.
     #[error("the template's machine could not be captured")]
     Capture(#[from] CaptureError),
@@ -175,14 +178,19 @@ pub async fn bake(
     };
     let kernel = coppice_engine::GuestKernel { vmlinuz: from.kernel.vmlinuz(), initramfs: from.initramfs.path.clone() };
     progress.report(Event::Detail { line: "booting" });
-    let vm = Running::new(engine.boot(BootSpec { place, machine, kernel }).await?);
+    // A machine that is restored from this one has a network; this one has only the device.
+    let nic = tokio::task::spawn_blocking(Nic::isolated).await.unwrap_or_else(|error| Err(io::Error::other(error)));
+    let (nic, jail) = (nic.map_err(BakeError::Nic)?, JailSlot::unslotted());
+    let vm = Running::new(engine.boot(BootSpec { place, machine, kernel, nic, jail }).await?);
     let captured = async {
         run.write_record(&vm.0.record())?;
         let session = open_session(vm.0.as_ref(), &console).await?;
         warm(&session, from.recipe, &console, progress).await?;
         progress.report(Event::Detail { line: "capturing" });
         let image = PendingImage::create(&staged.path().join(SNAPSHOT_DIR))?;
-        vm.0.capture(CapturePlan { image, id: Uuid::new_v4(), durable: true }).await.map_err(BakeError::from)
+        vm.0.capture(CapturePlan { image, id: Uuid::new_v4(), durable: true, hold: None })
+            .await
+            .map_err(BakeError::from)
     };
     let captured = captured.await;
     // Whatever happened, the VM is gone before the answer; dropping it covers only cancellation.
@@ -225,7 +233,7 @@ async fn open_session(vm: &dyn Vm, console: &Path) -> Result<GuestSession, BakeE
     })
 }
 
-/// Handshake, warm commands, sync.
+/// Handshake, warm commands, sync, hold.
 async fn warm(
     session: &GuestSession,
     recipe: &Recipe,
@@ -247,7 +255,8 @@ async fn warm(
             return Err(BakeError::Warm { command: command.into(), exit_code: run.exit_code, output });
         }
     }
-    Ok(())
+    // What a warm command left running goes on in each sandbox when that has become one, not before.
+    session.hold().await.map_err(failed("holding its processes"))
 }
 
 fn handshake() -> ResumeRequest {

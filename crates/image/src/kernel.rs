@@ -87,6 +87,9 @@ pub struct KernelInfo {
     pub version: String,
     /// `uname -r` in the guest.
     pub release: String,
+    /// Modules that were asked for. Another build may want others, and then takes them from the package again.
+    #[serde(default)]
+    pub wanted: Vec<String>,
 }
 
 /// A guest kernel in the data directory.
@@ -153,6 +156,7 @@ pub fn prepare_kernel(
     if !refresh
         && let Ok(id) = fs::read_to_string(&current)
         && let Ok(kernel) = Kernel::open(data, id.trim())
+        && modules::wanted().eq(kernel.info.wanted.iter().map(String::as_str))
     {
         progress.report(Event::Kept { what: &format!("guest kernel {}", kernel.info.release) });
         return Ok(kernel);
@@ -248,6 +252,7 @@ fn unpack(data: &DataDir, cache: &Cache, package: &Package, progress: &dyn Progr
         package: package.package.clone(),
         version: package.version.clone(),
         release: release.to_owned(),
+        wanted: modules::wanted().map(str::to_owned).collect(),
     };
     let path = staged.path().join("kernel.json");
     let text = serde_json::to_vec_pretty(&info).map_err(|error| KernelError::at(&path)(error.into()))?;
@@ -291,11 +296,14 @@ fn take_modules(from: &Path, dest: &Path, package: &str, progress: &dyn Progress
     fs::write(&path, names).map_err(KernelError::at(&path))
 }
 
-/// Over vmlinuz and the modules in their order: 12 hex digits.
+/// Over vmlinuz, the modules in their order, and what was asked for, which `kernel.json` says: 12 hex digits.
 fn hash_contents(dir: &Path) -> io::Result<String> {
     let mut hasher = blake3::Hasher::new();
     let order = fs::read_to_string(dir.join("modules.order"))?;
     hasher.update(order.as_bytes());
+    for name in modules::wanted() {
+        hasher.update(name.as_bytes()).update(b"\n");
+    }
     let modules = order.lines().map(|name| dir.join("modules").join(name));
     for path in std::iter::once(dir.join("vmlinuz")).chain(modules) {
         let contents = fs::read(path)?;
@@ -307,6 +315,14 @@ fn hash_contents(dir: &Path) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernel_of_an_older_build_is_readable_and_lacks_what_is_wanted_now() {
+        let old = r#"{"id": "6.1-a", "package": "linux-image-6.1", "version": "6.1", "release": "6.1"}"#;
+        let old: KernelInfo = serde_json::from_str(old).unwrap();
+        assert!(!modules::wanted().eq(old.wanted.iter().map(String::as_str)));
+        assert!(modules::wanted().any(|name| name == "inet_diag"));
+    }
 
     #[test]
     fn the_dependency_of_the_meta_package_is_understood() {

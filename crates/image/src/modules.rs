@@ -6,8 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// What the guest cannot do without: its disk, its channel to the host, its root file system.
 pub const REQUIRED: [&str; 4] = ["virtio_mmio", "virtio_blk", "virtio_console", "ext4"];
-/// What it uses where the kernel has it.
-pub const OPTIONAL: [&str; 4] = ["virtio_net", "virtio_rng", "overlay", "vmw_vsock_virtio_transport"];
+/// What it uses where the kernel has it. The `diag` ones end the connections that a copy of a machine has from its
+/// original's address.
+pub const OPTIONAL: [&str; 7] =
+    ["virtio_net", "virtio_rng", "overlay", "vmw_vsock_virtio_transport", "inet_diag", "tcp_diag", "udp_diag"];
 
 /// The module lists of a kernel package do not give what is needed.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -21,6 +23,11 @@ pub enum ModulesError {
     /// Modules need each other in a circle.
     #[error("modules.dep is damaged: {0} needs itself")]
     Circle(String),
+}
+
+/// All that is asked for, in order.
+pub fn wanted() -> impl Iterator<Item = &'static str> {
+    REQUIRED.into_iter().chain(OPTIONAL)
 }
 
 /// `drivers/block/virtio_blk.ko.xz` is `virtio_blk`; dashes and underscores are the same to the kernel.

@@ -20,7 +20,7 @@ use crate::recipe::{Recipe, RecipeError, Recipes};
 use crate::rootfs::{Rootfs, RootfsError, prepare_rootfs};
 
 /// Version of how machines are baked: raised when the same ingredients would give another machine.
-const BAKE_FORMAT: u32 = 1;
+const BAKE_FORMAT: u32 = 2;
 
 /// What to make.
 #[derive(Debug, Clone)]

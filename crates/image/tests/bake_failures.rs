@@ -81,6 +81,10 @@ impl Engine for DeafEngine {
     async fn adopt(&self, record: VmRecord) -> Result<Arc<dyn Vm>, AdoptError> {
         Ok(self.vm(record.place, record.machine))
     }
+
+    async fn end_strays(&self, _keep: &[VmRecord]) -> Result<usize, VmError> {
+        Ok(0)
+    }
 }
 
 #[async_trait]
@@ -154,7 +158,13 @@ impl World {
     }
 
     async fn bake(&self, engine: &DeafEngine) -> Result<String, BakeError> {
-        let info = KernelInfo { id: "k".into(), package: "p".into(), version: "1".into(), release: "1".into() };
+        let info = KernelInfo {
+            id: "k".into(),
+            package: "p".into(),
+            version: "1".into(),
+            release: "1".into(),
+            wanted: Vec::new(),
+        };
         let from = Ingredients {
             recipe: &Recipes::builtin().resolve("base").unwrap(),
             recipe_id: "r",

@@ -8,8 +8,8 @@ use crate::verify::Digest;
 
 /// The name that every manifest starts with.
 pub const FORMAT: &str = "coppice-machine-image";
-/// The version that this build writes and reads.
-pub const FORMAT_VERSION: u32 = 1;
+/// The version that this build writes and reads. 2: machines have a network device.
+pub const FORMAT_VERSION: u32 = 2;
 /// Largest manifest that is read, bytes.
 pub(crate) const MAX_MANIFEST: u64 = 1 << 20;
 
