@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coppice_snapshot::{CreateImageError, OpenImageError};
+use serde::{Deserialize, Serialize};
 
 /// Why an engine can't work on this host.
 #[derive(Debug, thiserror::Error)]
@@ -23,9 +24,12 @@ pub enum EngineError {
         /// The oldest that works.
         needed: &'static str,
     },
-    /// The user that VMMs run as does not exist (or is root).
-    #[error("there is no unprivileged user {0:?} to run VMMs as; `coppice setup` makes it")]
-    NoUser(String),
+    /// A jail can only be made by root.
+    #[error("the jail of VMMs can only be made by root")]
+    NeedsRoot,
+    /// There are no cgroups, and the configuration requires them.
+    #[error("VMMs can't be limited: there are no usable cgroups")]
+    NoCgroups(#[source] io::Error),
     /// KVM was asked for, and can't be used.
     #[error("KVM was asked for, but {0}")]
     NoKvm(String),
@@ -41,7 +45,7 @@ pub enum EngineError {
 }
 
 /// The VMM could not be started, or not spoken to.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum VmError {
     /// The VMM program is not installed.
     #[error("{program} is not installed; `make setup` or `apt-get install qemu-system-x86` installs it")]
@@ -56,6 +60,7 @@ pub enum VmError {
         what: String,
         /// What the system said.
         #[source]
+        #[serde(with = "crate::privileged::io_error")]
         source: io::Error,
     },
     /// The VMM process ended.
@@ -83,6 +88,65 @@ pub enum VmError {
     /// The host's disk is full.
     #[error("no space left on the host's disk")]
     NoSpace,
+    /// A layer of the jail could not be had, or does not hold. The VMM does not run.
+    #[error("the VMM's jail has no {layer}: {problem}")]
+    Jail {
+        /// Which.
+        layer: JailLayer,
+        /// What was expected, and what was found.
+        problem: String,
+    },
+}
+
+/// What the jail of a VMM is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum JailLayer {
+    /// A user and group of its own, no other groups, no capabilities.
+    User,
+    /// No way to gain privileges by executing a program.
+    NoNewPrivs,
+    /// The filter of system calls.
+    Seccomp,
+    /// A network namespace without an interface that is up, and no IPC or host name shared with the host.
+    Namespaces,
+    /// A file system view of its own, read-only, with the VMM's program and nothing of the data directory.
+    Files,
+    /// A cgroup with limits.
+    Cgroup,
+    /// Limits of core files, open files, file sizes; first in line when memory runs out.
+    Limits,
+    /// Only the descriptors of the order, and no writable one of a memory image.
+    Descriptors,
+}
+
+impl JailLayer {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::User,
+        Self::NoNewPrivs,
+        Self::Seccomp,
+        Self::Namespaces,
+        Self::Files,
+        Self::Cgroup,
+        Self::Limits,
+        Self::Descriptors,
+    ];
+}
+
+impl std::fmt::Display for JailLayer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::User => "user of its own",
+            Self::NoNewPrivs => "bar against new privileges",
+            Self::Seccomp => "system call filter",
+            Self::Namespaces => "empty namespaces",
+            Self::Files => "file system view of its own",
+            Self::Cgroup => "cgroup with limits",
+            Self::Limits => "process limits",
+            Self::Descriptors => "closed set of descriptors",
+        })
+    }
 }
 
 /// Why a machine could not be booted.
@@ -154,6 +218,9 @@ pub enum CaptureError {
     /// The host's disk is full.
     #[error("no space left on the host's disk for the capture")]
     NoSpace,
+    /// The guest's processes do not stand still.
+    #[error("the guest's processes could not be held")]
+    Hold(#[source] crate::GuestError),
     /// The VMM.
     #[error("the VM could not be captured")]
     Vm(#[from] VmError),

@@ -4,11 +4,15 @@
 //! fake. This crate runs one VM at a time and knows nothing of sandboxes, templates, TTLs or records: that is the host's.
 
 mod error;
+mod jail;
+mod privileged;
 mod probe;
 mod process;
 mod qemu;
 mod session;
+mod shared_memory;
 mod spec;
+mod tsc;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,9 +23,14 @@ use bytes::Bytes;
 use coppice_snapshot::MachineImage;
 use tokio::sync::{broadcast, watch};
 
-pub use error::{AdoptError, BootError, CaptureError, EngineError, RestoreError, SessionError, VmError};
+pub use error::{AdoptError, BootError, CaptureError, EngineError, JailLayer, RestoreError, SessionError, VmError};
+pub use jail::{CgroupChoice, JailChoice, JailConfig};
+pub use privileged::{
+    AccelChoice, ArenaId, JailReport, JailSlot, Local, LocalConfig, MemoryHandle, Nic, Privileged, ProcessId,
+    ProcessStats, Range, SpawnFds, SpawnOrder, Spawned, StartFds, StartKind, UID_BASE, VmmFacts, WireError,
+};
 pub use probe::Verdict;
-pub use qemu::{AccelChoice, QemuConfig, QemuEngine, VmmUser};
+pub use qemu::{QemuConfig, QemuEngine};
 pub use session::{GuestError, GuestSession, RunOutput};
 pub use spec::{
     BootSpec, Capabilities, CapturePlan, CaptureTimings, Captured, DiskClone, GuestKernel, Rebind, RestoreTimings,
@@ -43,6 +52,10 @@ pub trait Engine: Send + Sync + std::fmt::Debug {
 
     /// Takes over a VM that outlived the daemon that started it. Nothing about the VM changes.
     async fn adopt(&self, record: VmRecord) -> Result<Arc<dyn Vm>, AdoptError>;
+
+    /// Ends the VMs of this instance that none of `keep` is, and waits until they are gone: what a crash left between the
+    /// start of a VM and its record. Answers how many there were.
+    async fn end_strays(&self, keep: &[VmRecord]) -> Result<usize, VmError>;
 }
 
 /// One VM. Dropping the handle leaves the VM running: VMs outlive the daemon. Only [`Vm::kill`] ends one.

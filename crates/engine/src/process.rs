@@ -1,80 +1,68 @@
-//! The identity of a VMM process: a pid that can't be mistaken for another process, by pidfd and start time.
+//! A VMM process seen from the engine: a pid that can't be mistaken for another process, watched by a pidfd.
 //!
-//! It works the same for our own children and for processes of an earlier daemon. It does not start processes.
+//! What is done to it goes through the privileged side. It works the same for processes of an earlier daemon.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
 
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
+
+use crate::privileged::{Privileged, ProcessId, ProcessStats, Spawned};
 
 /// A process that is held by a pidfd.
 #[derive(Debug)]
 pub(crate) struct Process {
-    pid: Pid,
-    start: u64,
+    id: ProcessId,
     pidfd: AsyncFd<OwnedFd>,
+    privileged: Arc<dyn Privileged>,
 }
 
+/// How long between looks at a process whose pidfd is readable and that is not to be reaped yet.
+const ALMOST: Duration = Duration::from_millis(5);
+
 impl Process {
-    /// Takes hold of a process. The caller knows that `pid` is the one that it means: it just started it, or it checks
-    /// [`Self::start_time`] afterwards (once held, the pid can't be given away unnoticed).
-    pub fn hold(pid: i32) -> io::Result<Self> {
-        let pid = Pid::from_raw(pid).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-        let pidfd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
-        let start = start_time(pid)?;
+    /// Watches a process that the privileged side spawned or adopted. Needs a runtime.
+    pub fn watch(privileged: Arc<dyn Privileged>, spawned: Spawned) -> io::Result<Self> {
+        let Spawned { id, pidfd } = spawned;
         // SAFETY: an OwnedFd answers with the same open descriptor for as long as it lives, and it lives in the AsyncFd.
         let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE)? };
-        Ok(Self { pid, start, pidfd })
+        Ok(Self { id, pidfd, privileged })
     }
 
-    /// The pid.
-    pub fn pid(&self) -> i32 {
-        self.pid.as_raw_nonzero().get()
+    /// Who it is.
+    pub fn id(&self) -> ProcessId {
+        self.id
     }
 
-    /// Start time in clock ticks since boot.
-    pub fn start_time(&self) -> u64 {
-        self.start
-    }
-
-    /// Whether it has ended already (and waits to be reaped).
-    pub fn is_zombie(&self) -> bool {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap_or_default();
-        stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
-    }
-
-    /// Waits until the process has ended, reaps it when it is our child, and says how it ended when that can be known.
+    /// Waits until the process has ended, has it reaped, and says how it ended when that can be known.
     pub async fn ended(&self) -> String {
         match self.pidfd.readable().await {
             Ok(_guard) => {}
             Err(error) => return format!("it can't be watched any more: {error}"),
         }
-        match waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
-            Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
-                (Some(0), _) => "it exited".to_owned(),
-                (Some(code), _) => format!("exit status {code}"),
-                (_, Some(signal)) => format!("killed by signal {signal}"),
-                _ => "it ended".to_owned(),
-            },
-            // Not our child: it was started by an earlier daemon.
-            _ => "it ended".to_owned(),
+        loop {
+            let (privileged, id) = (Arc::clone(&self.privileged), self.id);
+            let asked = tokio::task::spawn_blocking(move || privileged.ended(id)).await;
+            match asked.unwrap_or_else(|interrupted| Err(io::Error::other(interrupted))) {
+                Ok(Some(how)) => return how,
+                Ok(None) => tokio::time::sleep(ALMOST).await,
+                Err(error) => return format!("it ended; how is not known: {error}"),
+            }
         }
     }
 
-    /// Sends SIGKILL. Succeeds when it is already gone.
+    /// Sends SIGKILL. Succeeds when it is already gone. Blocking, but not for long.
     pub fn kill(&self) -> io::Result<()> {
-        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
-            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
-            Err(errno) => Err(errno.into()),
-        }
+        self.privileged.kill(self.id)
     }
 }
 
 /// Field 22 of /proc/PID/stat. The command name (field 2) may hold spaces and parentheses: fields count from its last `)`.
-fn start_time(pid: Pid) -> io::Result<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
+pub(crate) fn start_time(pid: i32) -> io::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_time(&stat).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
 
@@ -82,14 +70,40 @@ fn parse_start_time(stat: &str) -> Option<u64> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
+/// Effective user id of a process.
+pub(crate) fn uid(pid: i32) -> io::Result<u32> {
+    use std::os::unix::fs::MetadataExt;
+    // The directory's owner is root for a process that changed its user; the line of its status is not.
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let uid = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_ascii_whitespace().nth(1)?.parse().ok());
+    uid.map_or_else(|| Ok(std::fs::metadata(format!("/proc/{pid}"))?.uid()), Ok)
+}
+
+/// What a process uses, from its smaps_rollup and stat.
+pub(crate) fn stats(pid: i32) -> io::Result<ProcessStats> {
+    let (pss_bytes, private_bytes) = parse_rollup(&std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?);
+    Ok(ProcessStats { pss_bytes, private_bytes, cpu_time: cpu_time(pid)? })
+}
+
 /// CPU time (user and system) that a process has used, from fields 14 and 15 of /proc/PID/stat.
-pub(crate) fn cpu_time(pid: i32) -> io::Result<std::time::Duration> {
+fn cpu_time(pid: i32) -> io::Result<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let mut fields = stat.rsplit_once(')').map_or("", |(_, rest)| rest).split_ascii_whitespace().skip(11);
     let mut field = || fields.next().and_then(|f| f.parse::<u64>().ok()).unwrap_or(0);
     let ticks = field().saturating_add(field());
     let per_second = rustix::param::clock_ticks_per_second().max(1);
-    Ok(std::time::Duration::from_millis(ticks.saturating_mul(1000) / per_second))
+    Ok(Duration::from_millis(ticks.saturating_mul(1000) / per_second))
+}
+
+/// `Pss` and `Private_Dirty` of /proc/PID/smaps_rollup, bytes.
+fn parse_rollup(text: &str) -> (u64, u64) {
+    let field = |name: &str| {
+        text.lines()
+            .find_map(|line| line.strip_prefix(name)?.split_ascii_whitespace().next()?.parse::<u64>().ok())
+            .unwrap_or(0)
+            .saturating_mul(1024)
+    };
+    (field("Pss:"), field("Private_Dirty:"))
 }
 
 /// Id of this boot of the host.
@@ -110,13 +124,26 @@ mod tests {
         assert_eq!(parse_start_time(""), None);
     }
 
+    #[test]
+    fn the_rollup_is_parsed() {
+        let text = "55-7f ---p 00000000 00:00 0 [rollup]\nRss:  900 kB\nPss:   100 kB\nPss_Dirty:  7 kB\nPrivate_Dirty:  40 kB\n";
+        assert_eq!(parse_rollup(text), (100 << 10, 40 << 10));
+        assert_eq!(parse_rollup(""), (0, 0));
+    }
+
     #[tokio::test]
-    async fn the_end_of_a_child_is_noticed_and_named() {
-        #[expect(clippy::zombie_processes, reason = "`Process` reaps it")]
-        let child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let process = Process::hold(i32::try_from(child.id()).unwrap()).unwrap();
+    async fn the_end_of_a_process_is_noticed() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let local: Arc<dyn Privileged> = Arc::new(crate::privileged::Local::unjailed().unwrap());
+        let id = ProcessId { pid, start_time: start_time(pid).unwrap() };
+        local.kill(id).unwrap_err();
+        let pidfd = local.adopt(id).unwrap().unwrap();
+        let process = Process::watch(Arc::clone(&local), Spawned { id, pidfd }).unwrap();
         process.kill().unwrap();
-        assert_eq!(process.ended().await, "killed by signal 9");
+        assert_eq!(process.ended().await, "it ended");
+        child.wait().unwrap();
         process.kill().unwrap();
+        assert!(local.adopt(id).unwrap().is_none());
     }
 }

@@ -17,8 +17,8 @@ use coppice_guest_proto::session::{Hello, PREAMBLE_LEN, Welcome};
 use coppice_guest_proto::v1::guest_client::GuestClient;
 use coppice_guest_proto::v1::write_file_input::Input as WriteInput;
 use coppice_guest_proto::v1::{
-    ExecInput, ExecStart, ReadFileRequest, ResumeReply, ResumeRequest, WriteFileEnd, WriteFileInput, WriteFileStart,
-    exec_input, exec_output,
+    ExecInput, ExecStart, HoldRequest, ReadFileRequest, ReleaseRequest, ResumeReply, ResumeRequest, WriteFileEnd,
+    WriteFileInput, WriteFileStart, exec_input, exec_output,
 };
 use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
@@ -31,6 +31,8 @@ use crate::SessionError;
 
 /// Most output of each stream that [`GuestSession::run`] keeps; the rest is dropped.
 const MAX_RUN_OUTPUT: usize = 8 << 20;
+/// How long a guest may take to answer a word about its processes, beyond what it waits for them.
+const HOLD_GRACE: Duration = Duration::from_secs(5);
 /// How long after its own timeout a command may take to be reported.
 const RUN_GRACE: Duration = Duration::from_secs(10);
 
@@ -140,6 +142,25 @@ impl GuestSession {
             return Err(GuestError::Protocol("the handshake's answer has another generation"));
         }
         Ok(reply)
+    }
+
+    /// Holds every process of the guest but its agent: all, or none when it fails.
+    ///
+    /// # Errors
+    /// When the guest can't, or some process did not stand still in time.
+    pub async fn hold(&self) -> Result<(), GuestError> {
+        let wait = Duration::from_millis(u64::from(limits::MAX_HOLD_WAIT_MS));
+        let request = HoldRequest { max_wait_ms: limits::MAX_HOLD_WAIT_MS };
+        // Twice the guest's own limit: first for what is being started, then for what runs.
+        within(Instant::now() + 2 * wait + HOLD_GRACE, self.client().hold(request)).await.map(drop)
+    }
+
+    /// Lets them go on, if they were held.
+    ///
+    /// # Errors
+    /// When the guest did not say that it has.
+    pub async fn release(&self) -> Result<(), GuestError> {
+        within(Instant::now() + HOLD_GRACE, self.client().release(ReleaseRequest {})).await.map(drop)
     }
 
     /// Runs one command to its end and keeps a bounded part of its output.

@@ -7,6 +7,9 @@ use coppice_snapshot::{Accel, EngineKind, MachineImage, MachineSpec, PendingImag
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::GuestSession;
+use crate::privileged::{JailSlot, Nic};
+
 pub use coppice_disk::CloneKind;
 
 /// What an engine can do on this host.
@@ -54,6 +57,10 @@ pub struct BootSpec {
     pub machine: MachineSpec,
     /// Kernel and initramfs files.
     pub kernel: GuestKernel,
+    /// Its network device.
+    pub nic: Nic,
+    /// Its VMM's jail.
+    pub jail: JailSlot,
 }
 
 /// Everything that differs between a captured machine and the VM that is restored from it.
@@ -63,6 +70,10 @@ pub struct Rebind {
     pub place: VmPlace,
     /// Kernel and initramfs files of the image's kernel id.
     pub kernel: GuestKernel,
+    /// The new VM's network device.
+    pub nic: Nic,
+    /// The new VMM's jail.
+    pub jail: JailSlot,
 }
 
 /// Where a capture goes.
@@ -75,6 +86,9 @@ pub struct CapturePlan {
     /// Whether all of it must be on disk, and every file have a checksum, before the capture answers. Templates and
     /// snapshots that users keep want that; a fork whose children start from the page cache does not.
     pub durable: bool,
+    /// Whose processes are held right before the pause, if the VM runs. A hold that fails fails the capture. Whoever gives this
+    /// releases them again, whatever the capture answers.
+    pub hold: Option<GuestSession>,
 }
 
 /// A complete capture.

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use coppice_engine::{
-    BootSpec, CapturePlan, Engine, GuestKernel, GuestSession, QemuConfig, QemuEngine, Rebind, Vm, VmPlace,
+    BootSpec, CapturePlan, Engine, GuestKernel, GuestSession, JailSlot, Local, LocalConfig, Nic, QemuConfig,
+    QemuEngine, Rebind, Vm, VmPlace,
 };
 use coppice_guest_proto::v1::{InfoRequest, ResumeReason};
 use coppice_snapshot::{MachineImage, MachineSpec, PendingImage};
@@ -45,7 +46,8 @@ async fn main() {
     let assets = assets::find().unwrap();
     let mut kernel = assets.kernel;
     kernel.initramfs = args.next().map_or(kernel.initramfs, PathBuf::from);
-    let engine = Arc::new(QemuEngine::new(QemuConfig::default()).await.unwrap());
+    let local = Arc::new(Local::new(LocalConfig::default()).unwrap());
+    let engine = Arc::new(QemuEngine::new(local, QemuConfig::default()).await.unwrap());
     println!("{:?}", engine.capabilities());
     let dir = tempfile::Builder::new().prefix("bench-").tempdir_in(assets::DATA).unwrap();
     let bench = Bench { engine, kernel, dir: dir.path().to_owned() };
@@ -124,8 +126,10 @@ impl Bench {
         coppice_disk::clone_file(rootfs, &place.disk).unwrap();
         let id = || "bench".to_owned();
         let machine = MachineSpec { cpus: 1, memory_mib, kernel: id(), initramfs: id(), cmdline: String::new() };
+        let (kernel, nic, jail) = (self.kernel.clone(), Nic::isolated().unwrap(), JailSlot::unslotted());
+        let spec = BootSpec { place, machine, kernel, nic, jail };
         let begin = Instant::now();
-        let vm = self.engine.boot(BootSpec { place, machine, kernel: self.kernel.clone() }).await.unwrap();
+        let vm = self.engine.boot(spec).await.unwrap();
         let spawned = begin.elapsed();
         let session = vm.open_session(Instant::now() + PATIENCE).await.unwrap();
         let answered = begin.elapsed();
@@ -142,11 +146,13 @@ impl Bench {
     }
 
     async fn child(&self, image: MachineImage) -> Child {
+        // A host has it ready.
+        let (nic, jail) = (Nic::isolated().unwrap(), JailSlot::unslotted());
         let begin = Instant::now();
         let place = self.place();
         coppice_disk::clone_file_async(image.disk_path(), place.disk.clone()).await.unwrap();
         let cloned = begin.elapsed();
-        let vm = self.engine.restore(&image, Rebind { place, kernel: self.kernel.clone() }).await.unwrap();
+        let vm = self.engine.restore(&image, Rebind { place, kernel: self.kernel.clone(), nic, jail }).await.unwrap();
         let (restored, restore_cpu) = (begin.elapsed(), cpu_ms(&vm));
         let session = vm.open_session(Instant::now() + PATIENCE).await.unwrap();
         let (opened, session_cpu) = (begin.elapsed(), cpu_ms(&vm));
@@ -162,7 +168,7 @@ impl Bench {
         let id = Uuid::new_v4();
         let begin = Instant::now();
         let image = PendingImage::create(&self.dir.join(id.simple().to_string())).unwrap();
-        let captured = vm.capture(CapturePlan { image, id, durable }).await.unwrap();
+        let captured = vm.capture(CapturePlan { image, id, durable, hold: None }).await.unwrap();
         let t = captured.timings;
         println!(
             "capture, durable {durable}: {} ms, paused {} ms (stop {}, devices {}, disk {}, memory {}) for {} MiB; publish {}; {:?}",

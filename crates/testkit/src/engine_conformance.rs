@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use coppice_engine::{
-    AdoptError, BootSpec, CapturePlan, Captured, Engine, GuestKernel, GuestSession, Rebind, RestoreError, SessionError,
-    Vm, VmPlace, VmState,
+    AdoptError, BootSpec, CapturePlan, Captured, Engine, GuestKernel, GuestSession, JailSlot, Nic, Rebind,
+    RestoreError, SessionError, Vm, VmPlace, VmState,
 };
 use coppice_guest_proto::v1::{QuiesceRequest, ResumeReason, ThawRequest};
 use coppice_snapshot::{MachineImage, MachineSpec, PendingImage};
@@ -45,6 +45,8 @@ pub struct Fixtures {
     pub guest: Guest,
     /// How long a guest may take to answer after a boot or a restore.
     pub patience: Duration,
+    /// Makes network devices. They need to lead nowhere.
+    pub nic: Arc<dyn Fn() -> Nic + Send + Sync>,
     /// Ends a VM's process behind the engine's back. That it is gone already is fine.
     pub crash: Arc<dyn Fn(i32) + Send + Sync>,
 }
@@ -116,6 +118,11 @@ impl Suite {
         VmPlace { id: Uuid::new_v4(), run_dir, disk: own, console_log: self.next("c") }
     }
 
+    fn rebind(&self, place: VmPlace) -> Rebind {
+        let (kernel, nic) = (self.fixtures.kernel.clone(), (self.fixtures.nic)());
+        Rebind { place, kernel, nic, jail: JailSlot::unslotted() }
+    }
+
     fn deadline(&self) -> Instant {
         Instant::now() + self.fixtures.patience
     }
@@ -139,6 +146,8 @@ impl Suite {
             place: self.place(&self.fixtures.disk),
             machine: self.fixtures.machine.clone(),
             kernel: self.fixtures.kernel.clone(),
+            nic: (self.fixtures.nic)(),
+            jail: JailSlot::unslotted(),
         };
         let vm = self.engine.boot(spec).await.unwrap();
         self.started(&vm);
@@ -146,7 +155,7 @@ impl Suite {
     }
 
     async fn restore(&self, image: &MachineImage) -> Machine {
-        let rebind = Rebind { place: self.place(&image.disk_path()), kernel: self.fixtures.kernel.clone() };
+        let rebind = self.rebind(self.place(&image.disk_path()));
         let vm = self.engine.restore(image, rebind).await.unwrap();
         self.started(&vm);
         Machine { session: self.handshake(&vm, ResumeReason::Fork).await, vm }
@@ -154,7 +163,7 @@ impl Suite {
 
     async fn capture(&self, vm: &Arc<dyn Vm>, durable: bool) -> Captured {
         let image = PendingImage::create(&self.next("i")).unwrap();
-        vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable }).await.unwrap()
+        vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable, hold: None }).await.unwrap()
     }
 
     async fn boots_and_answers(&self) -> Machine {
@@ -280,7 +289,7 @@ impl Suite {
         std::fs::remove_dir_all(&moved).unwrap();
         let place = self.place(&self.fixtures.disk);
         let run_dir = place.run_dir.clone();
-        let rebind = Rebind { place, kernel: self.fixtures.kernel.clone() };
+        let rebind = self.rebind(place);
         let error = self.engine.restore(&image, rebind).await.unwrap_err();
         assert!(matches!(error, RestoreError::Image(_)), "{error}");
         assert_empty(&run_dir);
@@ -311,7 +320,7 @@ impl Suite {
         for wait in [0, 1, 3, 10, 30] {
             let dir = self.next("i");
             let image = PendingImage::create(&dir).unwrap();
-            let capture = parent.vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: false });
+            let capture = parent.vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: false, hold: None });
             let done = tokio::time::timeout(Duration::from_millis(wait), capture).await.is_ok();
             assert_eq!(parent.shell("echo runs").await, "runs\n");
             let gone = eventually(self.fixtures.patience, || done || !dir.exists()).await;
@@ -336,6 +345,8 @@ impl Suite {
             place: self.place(&dest),
             machine: self.fixtures.machine.clone(),
             kernel: self.fixtures.kernel.clone(),
+            nic: (self.fixtures.nic)(),
+            jail: JailSlot::unslotted(),
         };
         let vm = self.engine.boot(spec).await.unwrap();
         self.started(&vm);
@@ -378,7 +389,7 @@ impl Suite {
         assert!(matches!(error, SessionError::Dead { .. }), "{error}");
         let image = PendingImage::create(&self.next("i")).unwrap();
         let dir = image.dir().to_owned();
-        child.vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: false }).await.unwrap_err();
+        child.vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: false, hold: None }).await.unwrap_err();
         assert!(!dir.exists());
         let error = self.engine.adopt(child.vm.record()).await.unwrap_err();
         assert!(matches!(error, AdoptError::Gone), "{error}");
@@ -403,7 +414,8 @@ impl Suite {
         let place = self.place(&self.fixtures.disk);
         std::fs::remove_file(&place.disk).unwrap();
         let run_dir = place.run_dir.clone();
-        let spec = BootSpec { place, machine: self.fixtures.machine.clone(), kernel: self.fixtures.kernel.clone() };
+        let (machine, kernel) = (self.fixtures.machine.clone(), self.fixtures.kernel.clone());
+        let spec = BootSpec { place, machine, kernel, nic: (self.fixtures.nic)(), jail: JailSlot::unslotted() };
         let error = self.engine.boot(spec).await.unwrap_err();
         assert!(matches!(error, coppice_engine::BootError::Missing { what: "disk", .. }), "{error}");
         assert_empty(&run_dir);

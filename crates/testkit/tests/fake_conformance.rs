@@ -3,11 +3,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coppice_engine::{BootSpec, CaptureError, CapturePlan, Engine, GuestKernel, SessionError, VmPlace, VmState};
+use coppice_engine::{
+    BootSpec, CaptureError, CapturePlan, Engine, GuestKernel, JailSlot, SessionError, VmPlace, VmState,
+};
 use coppice_guest_proto::v1::ResumeReason;
 use coppice_snapshot::{MachineSpec, PendingImage};
 use coppice_testkit::engine_conformance::{Fixtures, Guest, run};
-use coppice_testkit::fake_engine::FakeEngine;
+use coppice_testkit::fake_engine::{self, FakeEngine};
 use coppice_testkit::handshake;
 use uuid::Uuid;
 
@@ -33,6 +35,7 @@ async fn the_fake_engine_conforms() {
         machine: machine(),
         guest: Guest::Fake,
         patience: Duration::from_secs(5),
+        nic: Arc::new(fake_engine::nic),
         crash: Arc::new(move |pid| crash.crash(pid)),
     };
     run(Arc::clone(&engine) as Arc<dyn Engine>, fixtures).await;
@@ -50,7 +53,7 @@ async fn the_script_is_followed() {
         std::fs::write(&disk, b"").unwrap();
         let console_log = dir.path().join(format!("{name}.log"));
         let place = VmPlace { id: Uuid::new_v4(), run_dir, disk, console_log };
-        BootSpec { place, machine: machine(), kernel: kernel() }
+        BootSpec { place, machine: machine(), kernel: kernel(), nic: fake_engine::nic(), jail: JailSlot::unslotted() }
     };
     let soon = || Instant::now() + Duration::from_millis(50);
     engine.script(|s| s.fail_boots = 1);
@@ -70,7 +73,8 @@ async fn the_script_is_followed() {
     let vm = engine.boot(spec("e")).await.unwrap();
     for _ in 0..2 {
         let image = PendingImage::create(&dir.path().join("image")).unwrap();
-        let error = vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: false }).await.unwrap_err();
+        let error =
+            vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: false, hold: None }).await.unwrap_err();
         assert!(matches!(error, CaptureError::NoSpace | CaptureError::Memory(_)), "{error}");
         assert!(!dir.path().join("image").exists());
     }

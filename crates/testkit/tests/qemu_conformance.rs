@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use coppice_engine::{
-    BootSpec, CaptureError, CapturePlan, Engine, GuestSession, QemuConfig, QemuEngine, Rebind, Vm, VmPlace, VmState,
+    BootSpec, CaptureError, CapturePlan, Engine, GuestSession, JailSlot, Local, LocalConfig, Nic, QemuConfig,
+    QemuEngine, Rebind, Vm, VmPlace, VmState,
 };
 use coppice_guest_proto::v1::ResumeReason;
 use coppice_snapshot::{MachineSpec, PendingImage};
@@ -33,6 +34,7 @@ fn fixtures(dir: &Path) -> Result<Fixtures, String> {
         machine,
         guest: Guest::Real,
         patience: Duration::from_secs(90),
+        nic: Arc::new(|| Nic::isolated().unwrap()),
         crash: Arc::new(|pid| {
             // Gone already is fine.
             if let Some(pid) = rustix::process::Pid::from_raw(pid) {
@@ -48,7 +50,9 @@ async fn prepare() -> Result<(Arc<dyn Engine>, tempfile::TempDir, Fixtures), Str
     if !rustix::process::geteuid().is_root() {
         return Err("it needs root".to_owned());
     }
-    let engine = QemuEngine::new(QemuConfig::default()).await.map_err(|error| error.to_string())?;
+    let local = tokio::task::spawn_blocking(|| Local::new(LocalConfig::default())).await.unwrap();
+    let local = Arc::new(local.map_err(|error| error.to_string())?);
+    let engine = QemuEngine::new(local, QemuConfig::default()).await.map_err(|error| error.to_string())?;
     let home = if Path::new(assets::DATA).is_dir() { assets::DATA } else { "/tmp" };
     let dir = tempfile::Builder::new().prefix("engine-").tempdir_in(home).map_err(|error| error.to_string())?;
     // As the daemon's own directories: nobody else may look in.
@@ -66,8 +70,12 @@ async fn the_qemu_engine_conforms() {
     }
 }
 
+/// The driver has the device, and can bring it up and down: it answers on its control queue.
+const DEVICE: &str = "ip link set eth0 up && ip link set eth0 promisc on && ip link set eth0 promisc off && \
+                      cat /sys/class/net/eth0/address";
+
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_of_two_processors_forks() {
+async fn a_machine_of_two_processors_with_a_network_device_forks() {
     let (engine, dir, mut fixtures) = match prepare().await {
         Ok(ready) => ready,
         Err(reason) => return eprintln!("skipped, because {reason}"),
@@ -76,13 +84,16 @@ async fn a_machine_of_two_processors_forks() {
     let vm = boot(&engine, &fixtures, dir.path(), "p").await;
     let session = open(&vm, &fixtures, ResumeReason::Bake).await;
     assert_eq!(shell(&session, "nproc").await, "2\n");
+    assert!(shell(&session, DEVICE).await.starts_with("02:63:"));
     let image = PendingImage::create(&dir.path().join("image")).unwrap();
-    let plan = CapturePlan { image, id: Uuid::new_v4(), durable: false };
+    let plan = CapturePlan { image, id: Uuid::new_v4(), durable: false, hold: None };
     let image = vm.capture(plan).await.unwrap().image;
     let place = place(dir.path(), "c", &image.disk_path());
-    let child = engine.restore(&image, Rebind { place, kernel: fixtures.kernel.clone() }).await.unwrap();
+    let rebind = Rebind { place, kernel: fixtures.kernel.clone(), nic: (fixtures.nic)(), jail: JailSlot::unslotted() };
+    let child = engine.restore(&image, rebind).await.unwrap();
     let session = open(&child, &fixtures, ResumeReason::Fork).await;
     // Both processors work, and so does their timer.
+    assert!(shell(&session, DEVICE).await.starts_with("02:63:"));
     let line = "for cpu in 0 1; do taskset -c $cpu sh -c 'sleep 0.2; grep -c processor /proc/cpuinfo' || exit; done";
     assert_eq!(shell(&session, line).await, "2\n2\n");
     child.kill().await.unwrap();
@@ -131,7 +142,7 @@ async fn a_full_host_disk_is_named_and_survived() {
     rustix::fs::fallocate(&ballast, rustix::fs::FallocateFlags::empty(), 0, all_but).unwrap();
 
     let image = PendingImage::create(&disk.0.join("image")).unwrap();
-    let plan = CapturePlan { image, id: Uuid::new_v4(), durable: true };
+    let plan = CapturePlan { image, id: Uuid::new_v4(), durable: true, hold: None };
     let error = vm.capture(plan).await.unwrap_err();
     assert!(matches!(error, CaptureError::NoSpace), "{error:?}");
     assert!(!disk.0.join("image").exists());
@@ -167,7 +178,8 @@ fn place(dir: &Path, name: &str, disk: &Path) -> VmPlace {
 async fn boot(engine: &Arc<dyn Engine>, fixtures: &Fixtures, dir: &Path, name: &str) -> Arc<dyn Vm> {
     let place = place(dir, name, &fixtures.disk);
     let (machine, kernel) = (fixtures.machine.clone(), fixtures.kernel.clone());
-    engine.boot(BootSpec { place, machine, kernel }).await.unwrap()
+    let (nic, jail) = ((fixtures.nic)(), JailSlot::unslotted());
+    engine.boot(BootSpec { place, machine, kernel, nic, jail }).await.unwrap()
 }
 
 async fn open(vm: &Arc<dyn Vm>, fixtures: &Fixtures, reason: ResumeReason) -> GuestSession {

@@ -1,14 +1,17 @@
 //! Memory that captured pages are staged in: made before the pause, recycled between captures, bounded.
 //!
-//! Making a fresh page costs ten times as much as copying into one that is there, so buffers are populated before a machine
+//! It is shared with the privileged side, which copies into it. Making a fresh page costs ten times as much as copying into one that is there, so buffers are populated before a machine
 //! is stopped and kept for a while afterwards. What does not fit the bound is staged in several rounds (`capture.rs`).
 
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::privileged::{ArenaId, Privileged};
+use crate::shared_memory::SharedMemory;
 
 /// Unit in which the bound is counted, bytes.
 const UNIT: u64 = 1 << 20;
@@ -17,48 +20,33 @@ const KEEP: Duration = Duration::from_secs(30);
 /// Most bytes of unused buffers that are kept.
 const KEEP_BYTES: usize = 512 << 20;
 
-/// One anonymous mapping, all of its pages made.
+/// One mapping of ours, known to the privileged side, which fills it.
 #[derive(Debug)]
 struct Buffer {
-    address: *mut u8,
-    len: usize,
+    memory: SharedMemory,
+    id: ArenaId,
+    privileged: Arc<dyn Privileged>,
 }
 
-// SAFETY: the mapping is owned by this value alone and not tied to a thread.
-unsafe impl Send for Buffer {}
-// SAFETY: a shared reference gives no access to the memory.
-unsafe impl Sync for Buffer {}
-
 impl Buffer {
-    fn new(len: usize) -> io::Result<Self> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let address = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)?
-        };
-        let buffer = Self { address: address.cast(), len };
-        // SAFETY: the range is exactly the new mapping; none of these calls changes what is in it. Huge pages make
-        // populating and copying cheaper; a child between fork and exec needs no page tables for it.
-        unsafe {
-            for advice in [Advice::LinuxHugepage, Advice::LinuxDontFork, Advice::LinuxDontDump] {
-                if let Err(error) = madvise(address, len, advice) {
-                    tracing::debug!(%error, ?advice, "advice for staging memory was not taken");
-                }
-            }
-            if let Err(errno) = madvise(address, len, Advice::LinuxPopulateWrite)
-                && errno != rustix::io::Errno::INVAL
-            {
-                return Err(errno.into());
-            }
-        }
-        Ok(buffer)
+    fn new(privileged: Arc<dyn Privileged>, len: usize) -> io::Result<Self> {
+        let bytes = u64::try_from(len).map_err(io::Error::other)?;
+        let fd = SharedMemory::memfd(bytes)?;
+        // The privileged side makes the pages.
+        let memory = SharedMemory::map(fd.as_fd(), len, false)?;
+        let id = privileged.register_arena(fd.as_fd(), bytes)?;
+        Ok(Self { memory, id, privileged })
+    }
+
+    fn len(&self) -> usize {
+        self.memory.len()
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: this value owns the mapping and nobody else refers to it.
-        if let Err(error) = unsafe { munmap(self.address.cast(), self.len) } {
-            tracing::warn!(%error, "a staging buffer was not unmapped");
+        if let Err(error) = self.privileged.drop_arena(self.id) {
+            tracing::warn!(%error, "a staging buffer was not unmapped on the privileged side");
         }
     }
 }
@@ -71,6 +59,7 @@ pub(crate) struct ArenaPool {
 
 #[derive(Debug)]
 struct Inner {
+    privileged: Arc<dyn Privileged>,
     idle: Mutex<Vec<(u64, Buffer)>>,
     tickets: std::sync::atomic::AtomicU64,
     units: Arc<Semaphore>,
@@ -87,10 +76,11 @@ pub(crate) struct Arena {
 
 impl ArenaPool {
     /// At most `limit` bytes are in use at once.
-    pub fn new(limit: u64) -> Self {
+    pub fn new(privileged: Arc<dyn Privileged>, limit: u64) -> Self {
         let units = u32::try_from(limit.div_ceil(UNIT)).unwrap_or(u32::MAX).max(1);
         Self {
             inner: Arc::new(Inner {
+                privileged,
                 idle: Mutex::default(),
                 tickets: std::sync::atomic::AtomicU64::new(0),
                 units: Arc::new(Semaphore::new(usize::try_from(units).unwrap_or(1))),
@@ -107,7 +97,10 @@ impl ArenaPool {
         let len = usize::try_from(units * UNIT).map_err(io::Error::other)?;
         let buffer = match self.recycle(len) {
             Some(buffer) => buffer,
-            None => tokio::task::spawn_blocking(move || Buffer::new(len)).await.map_err(io::Error::other)??,
+            None => {
+                let privileged = Arc::clone(&self.inner.privileged);
+                tokio::task::spawn_blocking(move || Buffer::new(privileged, len)).await.map_err(io::Error::other)??
+            }
         };
         Ok(Arena { buffer: Some(buffer), pool: self.clone(), _permit: permit })
     }
@@ -115,8 +108,8 @@ impl ArenaPool {
     /// The smallest unused buffer that is large enough, unless it is far too large.
     fn recycle(&self, len: usize) -> Option<Buffer> {
         let mut idle = self.inner.idle.lock().ok()?;
-        let fits = |buffer: &Buffer| buffer.len >= len && buffer.len / 4 <= len;
-        let (at, _) = idle.iter().enumerate().filter(|(_, (_, b))| fits(b)).min_by_key(|(_, (_, b))| b.len)?;
+        let fits = |buffer: &Buffer| buffer.len() >= len && buffer.len() / 4 <= len;
+        let (at, _) = idle.iter().enumerate().filter(|(_, (_, b))| fits(b)).min_by_key(|(_, (_, b))| b.len())?;
         Some(idle.swap_remove(at).1)
     }
 
@@ -126,7 +119,7 @@ impl ArenaPool {
         let (Ok(mut idle), Ok(runtime)) = (self.inner.idle.lock(), tokio::runtime::Handle::try_current()) else {
             return;
         };
-        if idle.iter().map(|(_, b)| b.len).sum::<usize>().saturating_add(buffer.len) > KEEP_BYTES {
+        if idle.iter().map(|(_, b)| b.len()).sum::<usize>().saturating_add(buffer.len()) > KEEP_BYTES {
             return;
         }
         idle.push((ticket, buffer));
@@ -145,17 +138,18 @@ impl ArenaPool {
 impl Arena {
     /// Bytes that fit.
     pub fn len(&self) -> usize {
-        self.buffer.as_ref().map_or(0, |b| b.len)
+        self.buffer.as_ref().map_or(0, Buffer::len)
+    }
+
+    /// Its name on the privileged side.
+    pub fn id(&self) -> ArenaId {
+        // There is a buffer until this is dropped; no arena has the last number.
+        self.buffer.as_ref().map_or(ArenaId(u64::MAX), |buffer| buffer.id)
     }
 
     /// The memory. What it holds is left over from earlier captures.
     pub fn bytes(&mut self) -> &mut [u8] {
-        match &mut self.buffer {
-            // SAFETY: the mapping has this length, is initialized (the kernel zeroes it), and is borrowed exclusively
-            // through `self`.
-            Some(buffer) => unsafe { std::slice::from_raw_parts_mut(buffer.address, buffer.len) },
-            None => &mut [],
-        }
+        self.buffer.as_mut().map_or(&mut [], |buffer| buffer.memory.bytes())
     }
 }
 
@@ -170,10 +164,11 @@ impl Drop for Arena {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::privileged::Local;
 
     #[tokio::test]
     async fn buffers_are_recycled_bounded_and_not_handed_out_twice() {
-        let pool = ArenaPool::new(8 << 20);
+        let pool = ArenaPool::new(Arc::new(Local::unjailed().unwrap()), 8 << 20);
         let mut first = pool.take(3 << 20).await.unwrap();
         assert_eq!(first.len(), 3 << 20);
         first.bytes().fill(1);

@@ -21,10 +21,11 @@ use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
 use super::arena::Arena;
-use super::memory::{GuestMemory, Range, ranges_until, total};
+use super::memory::GuestMemory;
 use super::memory_file::MemoryFile;
-use super::spawn::device_state_file;
+use super::run_dir::device_state_file;
 use super::vm::Inner;
+use crate::privileged::{Range, ranges_until, total};
 use crate::{CaptureError, CapturePlan, CaptureTimings, Captured, DiskClone, VmError, VmState};
 
 /// Largest device state that is kept. A machine of 64 CPUs has some hundred KiB; a VMM that was taken over may try more.
@@ -96,16 +97,17 @@ struct Ready {
 }
 
 async fn prepare(vm: &Arc<Inner>, plan: CapturePlan) -> Result<Ready, CaptureError> {
-    let (pid, disk_path) = (vm.process.pid(), vm.place.disk.clone());
+    let (id, disk_path) = (vm.process.id(), vm.place.disk.clone());
+    let privileged = Arc::clone(&vm.facts.privileged);
     let len = u64::from(vm.machine.memory_mib) << 20;
     let has_base = vm.memory_base.is_some();
     let prepared = blocking(move || {
-        let memory = GuestMemory::find(pid, len).map_err(memory_error)?;
+        let memory = GuestMemory::find(privileged, id, len).map_err(memory_error)?;
         let file = create(&plan.image.memory_path())?;
         // The base is immutable, so its clone may be made now. It is reached through the process that maps it: the image
         // that it belonged to may have been deleted.
-        let base = if has_base { Some(memory.open_base().map_err(memory_error)?) } else { None };
-        let (memory_file, _kind) = MemoryFile::new(file, base.as_ref(), memory.len()).map_err(memory_error)?;
+        let base = has_base.then(|| memory.base());
+        let (memory_file, _kind) = MemoryFile::new(file, base, memory.len()).map_err(memory_error)?;
         let disk_clone = create(&plan.image.disk_path())?;
         // What is dirty in the page cache would be written inside the pause, by the flush that a stop and a reflink do.
         let disk = File::open(&disk_path).and_then(|d| d.sync_data().map(|()| d)).map_err(disk_error)?;
@@ -142,6 +144,10 @@ struct Paused {
 /// The pause. Whatever goes wrong between stop and resume, the resume is sent.
 async fn pause(vm: &Arc<Inner>, ready: Ready, fdset: u64) -> Result<(Ready, Paused), CaptureError> {
     let was_running = vm.watch.get() == VmState::Running;
+    // 0. Hold. Not earlier: what was prepared takes longer with the size of the machine, and its processes stand still from here on.
+    if let Some(session) = ready.plan.hold.as_ref().filter(|_| was_running) {
+        session.hold().await.map_err(CaptureError::Hold)?;
+    }
     let begin = Instant::now();
     // 1. Stop. The virtual CPUs halt, then block I/O is drained: from here on nothing of the machine changes.
     let stopped = if was_running { vm.command("stop", json!({})).await.map(drop) } else { Ok(()) };
@@ -201,12 +207,14 @@ fn stage(memory: &GuestMemory, file: &MemoryFile, arena: &mut Arena) -> io::Resu
         let rest = if total(&ranges) > room { ranges.split_off(ranges_until(&ranges, room)) } else { Vec::new() };
         let len = usize::try_from(total(&ranges)).map_err(io::Error::other)?;
         let small = || io::Error::other("the staging memory is smaller than one range");
-        let buffer = arena.bytes().get_mut(..len).ok_or_else(small)?;
-        memory.copy(&ranges, buffer)?;
+        if len > arena.len() {
+            return Err(small());
+        }
+        memory.copy(&ranges, arena)?;
         if rest.is_empty() {
             return Ok((ranges, bytes));
         }
-        file.write(&ranges, buffer)?;
+        file.write(&ranges, arena.bytes().get(..len).unwrap_or_default())?;
         ranges = rest;
     }
 }
@@ -222,7 +230,7 @@ struct ManifestFacts {
 fn publish(ready: Ready, paused: Paused, facts: ManifestFacts) -> Result<Captured, CaptureError> {
     let begin = Instant::now();
     let Ready { plan, memory_file, mut arena, mut devices, memory, .. } = ready;
-    let CapturePlan { image, id, durable } = plan;
+    let CapturePlan { image, id, durable, hold: _ } = plan;
     let len = usize::try_from(total(&paused.staged)).unwrap_or(0);
     let staged = arena.bytes().get(..len).unwrap_or_default();
     memory_file.write(&paused.staged, staged).map_err(memory_error)?;

@@ -9,7 +9,8 @@ use std::os::unix::fs::FileExt;
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 
-use super::memory::{PAGE, Range};
+use super::memory::PAGE;
+use crate::privileged::Range;
 
 /// Zero pages between written ones: fewer than this are written, more become a hole, bytes.
 const MIN_HOLE: usize = 16 * 4096;

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 
 use coppice_snapshot::{EngineKind, MachineImage, MachineSpec, Manifest, OpenImageError};
 
-use super::command_line::Flavour;
-use super::spawn::{self, Files, Launch, RunDir, StartFiles};
+use super::Facts;
+use super::run_dir::{self, Endpoints, Files, RunDir, StartFiles};
 use super::vm::{Connected, Origin, QemuVm};
-use super::{Facts, major_minor};
+use crate::privileged::{ProcessId, SpawnOrder, Spawned, StartKind, major_minor};
 use crate::process::Process;
 use crate::{
-    AdoptError, BootError, BootSpec, Rebind, RestoreError, RestoreTimings, VmError, VmPlace, VmRecord, VmState,
+    AdoptError, BootError, BootSpec, JailSlot, Nic, Rebind, RestoreError, RestoreTimings, VmError, VmPlace, VmRecord,
+    VmState,
 };
 
 /// How long QEMU may take until its monitor answers. Generous: many may start at once on few processors.
@@ -41,7 +42,7 @@ impl Drop for Guard {
     fn drop(&mut self) {
         let Some(process) = self.process.take() else { return };
         if let Err(error) = process.kill() {
-            tracing::error!(%error, pid = process.pid(), "a VM that failed to start can't be killed");
+            tracing::error!(%error, pid = process.id().pid, "a VM that failed to start can't be killed");
         }
         self.run_dir.clear();
         // Reap it; where there is no runtime any more the daemon ends, and init reaps.
@@ -51,78 +52,79 @@ impl Drop for Guard {
     }
 }
 
-/// Starts QEMU and negotiates with its monitor. `open` opens its files, on a blocking thread.
+/// What is to be started, beside its files.
+struct Launch<'a> {
+    place: &'a VmPlace,
+    machine: &'a MachineSpec,
+    kind: StartKind,
+    nic: Nic,
+    jail: JailSlot,
+}
+
+/// Starts QEMU, negotiates with its monitor, and has its jail checked. `open` opens its files, on a blocking thread.
 async fn launch<E: From<VmError> + Send + 'static>(
     facts: &Arc<Facts>,
-    place: &VmPlace,
-    machine: &MachineSpec,
+    launch: Launch<'_>,
     open: impl FnOnce(&RunDir) -> Result<Files, E> + Send + 'static,
 ) -> Result<(Guard, Connected), E> {
+    let Launch { place, machine, kind, nic, jail } = launch;
     let run_dir = RunDir(place.run_dir.clone());
-    let (facts, machine) = (Arc::clone(facts), machine.clone());
+    let order = SpawnOrder { machine: machine.clone(), start: kind, mac: nic.mac, jail };
+    let shared = Arc::clone(facts);
     let started = tokio::task::spawn_blocking(move || {
         let mut guard = Guard { process: None, run_dir };
-        let run_dir = guard.run_dir.clone();
-        let process = open(&run_dir).and_then(|files| {
-            let launch = Launch {
-                program: &facts.program,
-                identity: facts.identity,
-                flavour: facts.flavour(),
-                machine: &machine,
-                run_dir: &run_dir,
-            };
-            Ok(spawn::spawn(&launch, &files)?)
-        });
-        match process {
+        let spawned = open(&guard.run_dir).and_then(|files| Ok(spawn(&shared, &guard.run_dir, &order, &files, &nic)?));
+        match spawned {
             // From here on the guard owns it, also when nobody waits for this thread any more.
             Ok(process) => guard.process = Some(Arc::new(process)),
             Err(error) => {
-                run_dir.clear();
+                guard.run_dir.clear();
                 return Err(error);
             }
         }
         Ok(guard)
     });
-    let guard = started.await.map_err(|error| {
-        E::from(VmError::System { what: "starting QEMU".to_owned(), source: io::Error::other(error) })
-    })??;
+    let guard = started.await.map_err(|error| E::from(system("starting QEMU", io::Error::other(error))))??;
     let process = guard.process.clone().ok_or_else(|| VmError::Dead { reason: "it was not started".to_owned() })?;
+    let id = process.id();
     let connected = Connected::new(process, place, START).await?;
+    // It has opened all that it needs. Whatever does not hold now ends it.
+    let privileged = Arc::clone(&facts.privileged);
+    let confirmed = tokio::task::spawn_blocking(move || privileged.confirm(id)).await;
+    confirmed.unwrap_or_else(|error| Err(system("checking QEMU's jail", io::Error::other(error))))?;
     Ok((guard, connected))
 }
 
-impl Facts {
-    fn flavour(&self) -> Flavour {
-        Flavour {
-            accel: self.capabilities.accel,
-            tb_size_mib: self.tb_size_mib,
-            readonly_memory: self.readonly_memory(),
+fn spawn(facts: &Facts, run_dir: &RunDir, order: &SpawnOrder, files: &Files, nic: &Nic) -> Result<Process, VmError> {
+    let endpoints = Endpoints::make(run_dir)?;
+    let spawned = facts.privileged.spawn(order, endpoints.fds(files, &nic.tap))?;
+    let id = spawned.id;
+    Process::watch(Arc::clone(&facts.privileged), spawned).map_err(|source| {
+        // Nobody else knows of it.
+        if let Err(error) = facts.privileged.kill(id) {
+            tracing::error!(%error, pid = id.pid, "a VM that can't be watched can't be killed");
         }
-    }
+        system("watching QEMU", source)
+    })
+}
 
-    /// `rom=off` came with QEMU 8.2.
-    fn readonly_memory(&self) -> bool {
-        self.version >= (8, 2)
-    }
+fn system(what: &str, source: io::Error) -> VmError {
+    VmError::System { what: what.to_owned(), source }
 }
 
 /// Boots a machine.
 pub(crate) async fn boot(facts: &Arc<Facts>, spec: BootSpec) -> Result<QemuVm, BootError> {
-    let BootSpec { place, machine, kernel } = spec;
-    let (shared, shape, disk) = (Arc::clone(facts), machine.clone(), place.disk.clone());
+    let BootSpec { place, machine, kernel, nic, jail } = spec;
+    let (shape, disk) = (machine.clone(), place.disk.clone());
     let open = move |run_dir: &RunDir| {
         let vmlinuz = open_file("guest kernel", &kernel.vmlinuz, false).map_err(missing)?;
         let initramfs = open_file("initramfs", &kernel.initramfs, false).map_err(missing)?;
         let disk = open_file("disk", &disk, true).map_err(missing)?;
-        let memory = spawn::fresh_memory(run_dir, &shape)?;
-        spawn::grant_memory(&memory, shared.identity, shared.readonly_memory())?;
-        Ok(Files { memory, disk, start: StartFiles::Boot { vmlinuz, initramfs, tsc_khz: shared.tsc_khz } })
+        let memory = run_dir::fresh_memory(run_dir, &shape)?;
+        Ok(Files { memory, disk, start: StartFiles::Boot { vmlinuz, initramfs } })
     };
-    let (guard, connected) = launch::<BootError>(facts, &place, &machine, open).await?;
-    // QEMU has it mapped; nobody needs its name.
-    if let Err(error) = std::fs::remove_file(guard.run_dir.fresh_memory()) {
-        tracing::warn!(%error, "the memory file of a fresh VM was not unlinked");
-    }
+    let what = Launch { place: &place, machine: &machine, kind: StartKind::Boot, nic, jail };
+    let (guard, connected) = launch::<BootError>(facts, what, open).await?;
     connected.watch.running().await?;
     // The guest's first session is on port 0.
     let origin = Origin { boot_id: facts.boot_id.clone(), channel_port: 1, memory_base: None, restore: None };
@@ -135,25 +137,24 @@ pub(crate) async fn restore(facts: &Arc<Facts>, image: &MachineImage, rebind: Re
     let begin = Instant::now();
     let manifest = image.manifest();
     compatible(facts, manifest)?;
-    let place = rebind.place;
+    let Rebind { place, kernel: _, nic, jail } = rebind;
     let machine = manifest.machine.clone();
     let (dir, memory, devices) = (image.dir().to_owned(), image.memory_path(), image.devices_path());
-    let (shared, disk) = (Arc::clone(facts), place.disk.clone());
+    let disk = place.disk.clone();
     let expected = manifest.memory.len;
     let open = move |_: &RunDir| {
         let gone = |_: Problem| RestoreError::Image(OpenImageError::Missing(dir.clone()));
-        let readonly = shared.readonly_memory();
-        let memory = open_file("memory", &memory, !readonly).map_err(gone)?;
+        let memory = open_file("memory", &memory, false).map_err(gone)?;
         let devices = open_file("devices", &devices, false).map_err(gone)?;
         let disk = open_file("disk", &disk, true).map_err(missing_restore)?;
         // QEMU would make a file that is too short longer, and so change an image.
         if memory.metadata().map(|meta| meta.len()).ok() != Some(expected) {
             return Err(RestoreError::Image(OpenImageError::Missing(dir.clone())));
         }
-        spawn::grant_memory(&memory, shared.identity, readonly)?;
         Ok(Files { memory, disk, start: StartFiles::Restore { devices } })
     };
-    let (guard, connected) = launch::<RestoreError>(facts, &place, &machine, open).await?;
+    let what = Launch { place: &place, machine: &machine, kind: StartKind::Restore, nic, jail };
+    let (guard, connected) = launch::<RestoreError>(facts, what, open).await?;
     let spawned = begin.elapsed();
     tokio::time::timeout(START, connected.watch.running())
         .await
@@ -191,10 +192,13 @@ pub(crate) async fn adopt(facts: &Arc<Facts>, record: VmRecord) -> Result<QemuVm
     if record.boot_id != facts.boot_id {
         return Err(AdoptError::Gone);
     }
-    let process = Process::hold(record.pid).map_err(|_gone| AdoptError::Gone)?;
-    if process.start_time() != record.pid_start || process.is_zombie() {
-        return Err(AdoptError::Gone);
-    }
+    let id = ProcessId { pid: record.pid, start_time: record.pid_start };
+    let privileged = Arc::clone(&facts.privileged);
+    let held = tokio::task::spawn_blocking(move || privileged.adopt(id)).await;
+    let held = held.unwrap_or_else(|error| Err(system("taking over a VM", io::Error::other(error))))?;
+    let spawned = Spawned { id, pidfd: held.ok_or(AdoptError::Gone)? };
+    let process = Process::watch(Arc::clone(&facts.privileged), spawned);
+    let process = process.map_err(|source| system("watching QEMU", source))?;
     let connected = Connected::new(Arc::new(process), &record.place, ADOPT).await?;
     if let VmState::Dead(_) = connected.watch.get() {
         return Err(AdoptError::Gone);

@@ -19,9 +19,10 @@ use tokio_util::task::AbortOnDropHandle;
 use super::Facts;
 use super::console::Console;
 use super::qmp::Qmp;
-use super::spawn::RunDir;
+use super::run_dir::RunDir;
 use super::watch::Watch;
-use crate::process::{self, Process};
+use crate::privileged::ProcessStats;
+use crate::process::Process;
 use crate::{
     CaptureError, CapturePlan, Captured, DiskClone, GuestSession, RestoreTimings, SessionError, Vm, VmError, VmPlace,
     VmRecord, VmState, VmStats,
@@ -245,15 +246,15 @@ impl Vm for QemuVm {
     }
 
     async fn stats(&self) -> Result<VmStats, VmError> {
-        let (pid, disk) = (self.0.process.pid(), self.0.place.disk.clone());
+        let (id, disk) = (self.0.process.id(), self.0.place.disk.clone());
+        let privileged = Arc::clone(&self.0.facts.privileged);
         if let VmState::Dead(reason) = self.0.watch.get() {
             return Err(VmError::Dead { reason });
         }
         let read = move || {
-            let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
-            let (pss_bytes, private_bytes) = parse_rollup(&rollup);
+            let ProcessStats { pss_bytes, private_bytes, cpu_time } = privileged.stats(id)?;
             let disk_bytes = coppice_disk::file_usage(&disk).map_err(|error| error.source)?;
-            Ok(VmStats { pss_bytes, private_bytes, cpu_time: process::cpu_time(pid)?, disk_bytes })
+            Ok(VmStats { pss_bytes, private_bytes, cpu_time, disk_bytes })
         };
         let measured: Result<std::io::Result<VmStats>, _> = tokio::task::spawn_blocking(read).await;
         measured
@@ -263,7 +264,10 @@ impl Vm for QemuVm {
 
     async fn kill(&self) -> Result<(), VmError> {
         self.0.watch.note_end("killed");
-        self.0.process.kill().map_err(|source| VmError::System { what: "killing the VM".to_owned(), source })?;
+        let process = Arc::clone(&self.0.process);
+        let killed = tokio::task::spawn_blocking(move || process.kill()).await;
+        let killed = killed.unwrap_or_else(|interrupted| Err(std::io::Error::other(interrupted)));
+        killed.map_err(|source| VmError::System { what: "killing the VM".to_owned(), source })?;
         tokio::time::timeout(KILL, self.0.watch.dead())
             .await
             .map_err(|_elapsed| VmError::Timeout { command: "SIGKILL".to_owned(), after: KILL })?;
@@ -276,8 +280,8 @@ impl Vm for QemuVm {
         VmRecord {
             place: vm.place.clone(),
             machine: vm.machine.clone(),
-            pid: vm.process.pid(),
-            pid_start: vm.process.start_time(),
+            pid: vm.process.id().pid,
+            pid_start: vm.process.id().start_time,
             boot_id: vm.boot_id.clone(),
             channel_port: vm.channel_port(),
             memory_base: vm.memory_base.clone(),
@@ -291,28 +295,5 @@ impl Vm for QemuVm {
 
     fn console(&self) -> broadcast::Receiver<Bytes> {
         self.0.console.follow()
-    }
-}
-
-/// `Pss` and `Private_Dirty` of /proc/PID/smaps_rollup, bytes.
-fn parse_rollup(text: &str) -> (u64, u64) {
-    let field = |name: &str| {
-        text.lines()
-            .find_map(|line| line.strip_prefix(name)?.split_ascii_whitespace().next()?.parse::<u64>().ok())
-            .unwrap_or(0)
-            .saturating_mul(1024)
-    };
-    (field("Pss:"), field("Private_Dirty:"))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_rollup_is_parsed() {
-        let text = "55-7f ---p 00000000 00:00 0 [rollup]\nRss:  900 kB\nPss:   100 kB\nPss_Dirty:  7 kB\nPrivate_Dirty:  40 kB\n";
-        assert_eq!(parse_rollup(text), (100 << 10, 40 << 10));
-        assert_eq!(parse_rollup(""), (0, 0));
     }
 }

@@ -36,6 +36,8 @@ struct Notes {
     io_error: Option<String>,
     /// Why the machine shut down.
     shutdown: Option<String>,
+    /// Whether an event has said that it runs or has stopped.
+    told: bool,
 }
 
 impl Watch {
@@ -72,8 +74,13 @@ impl Watch {
         }
     }
 
-    /// Applies the answer of `query-status`, for what happened before events were received.
+    /// Applies the answer of `query-status`, for what happened before events were received. Any event since then knows
+    /// better: it may have been applied while the answer was on its way to who asked.
     pub fn apply_status(&self, status: &Value) {
+        let Ok(notes) = self.notes.lock() else { return };
+        if notes.told {
+            return;
+        }
         match status.get("status").and_then(Value::as_str) {
             Some("running") => self.set(VmState::Running),
             Some("io-error") => self.set(VmState::IoError("an I/O error of the host's disk".to_owned())),
@@ -85,6 +92,7 @@ impl Watch {
     pub fn apply_event(&self, event: &Event) {
         let text = |key: &str| event.data.get(key).and_then(Value::as_str).unwrap_or("unknown").to_owned();
         let Ok(mut notes) = self.notes.lock() else { return };
+        notes.told |= matches!(event.name.as_str(), "RESUME" | "STOP");
         match event.name.as_str() {
             "RESUME" => {
                 notes.io_error = None;
@@ -174,6 +182,27 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    #[test]
+    fn an_event_is_newer_than_the_status_that_was_asked_for_before_it() {
+        let watch = Watch::new();
+        watch.apply_status(&json!({"status": "running"}));
+        assert_eq!(watch.get(), VmState::Running);
+        let watch = Watch::new();
+        watch.apply_event(&event("RESUME", Value::Null));
+        watch.apply_status(&json!({"status": "inmigrate"}));
+        assert_eq!(watch.get(), VmState::Running);
+    }
+
+    /// A process that the test started, and reaps.
+    fn adopted(pid: u32) -> Arc<Process> {
+        use crate::privileged::{Local, Privileged, ProcessId, Spawned};
+        let pid = i32::try_from(pid).unwrap();
+        let id = ProcessId { pid, start_time: crate::process::start_time(pid).unwrap() };
+        let local = Local::unjailed().unwrap();
+        let pidfd = local.adopt(id).unwrap().unwrap();
+        Arc::new(Process::watch(Arc::new(local), Spawned { id, pidfd }).unwrap())
+    }
+
     fn event(name: &str, data: Value) -> Event {
         Event { name: name.to_owned(), data }
     }
@@ -199,18 +228,19 @@ mod tests {
 
     #[tokio::test]
     async fn the_reason_of_an_end_is_the_guests_own_when_it_gave_one() {
-        for (noted, expected) in [(true, "the guest powered off"), (false, "exit status 3; it printed: qemu: no")] {
+        for (noted, expected) in [(true, "the guest powered off"), (false, "it ended; it printed: qemu: no")] {
             let dir = tempfile::tempdir().unwrap();
             let log = dir.path().join("log");
             std::fs::write(&log, "qemu:\nno\n").unwrap();
-            #[expect(clippy::zombie_processes, reason = "`Process` reaps it")]
-            let child = std::process::Command::new("sh").args(["-c", "sleep 0.05; exit 3"]).spawn().unwrap();
-            let process = Arc::new(Process::hold(i32::try_from(child.id()).unwrap()).unwrap());
+            let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+            let process = adopted(child.id());
+            drop(child.stdin.take());
             let watch = Watch::new();
             if noted {
                 watch.apply_event(&event("SHUTDOWN", json!({"guest": true, "reason": "guest-shutdown"})));
             }
             watch.clone().run(process, log, Console::new()).await;
+            child.wait().unwrap();
             assert_eq!(watch.get(), VmState::Dead(expected.into()));
             watch.apply_event(&event("RESUME", Value::Null));
             assert_eq!(watch.dead().await, expected);

@@ -2,6 +2,8 @@
 //!
 //! The shell knows `echo TEXT…`, `cat PATH…`, `sleep SECONDS`, `exit CODE`, `true`, `false`, `sync`, `hostname`, `rm [-rf] PATH…`,
 //! `> PATH` and `>> PATH` at the end of a command, and `;` and `&&` between commands. Anything else is "not found", 127.
+//! What the handshake set is in `/run/hostname` and `/run/ip`; the ports that it says are listened on are lines of
+//! `/run/ports`: `PORT [loopback]`.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -14,8 +16,9 @@ use coppice_guest_proto::limits;
 use coppice_guest_proto::session::{Hello, PREAMBLE_LEN, Welcome};
 use coppice_guest_proto::v1::guest_server::{Guest, GuestServer};
 use coppice_guest_proto::v1::{
-    DirEntries, DirEntry, ExecExit, ExecInput, ExecOutput, FileChunk, FileType, InfoReply, InfoRequest, ListDirRequest,
-    QuiesceReply, QuiesceRequest, ReadFileRequest, RemoveReply, RemoveRequest, ResumeReply, ResumeRequest, StatRequest,
+    DirEntries, DirEntry, ExecExit, ExecInput, ExecOutput, FileChunk, FileType, HoldReply, HoldRequest, InfoReply,
+    InfoRequest, ListDirRequest, ListPortsReply, ListPortsRequest, ListeningPort, QuiesceReply, QuiesceRequest,
+    ReadFileRequest, ReleaseReply, ReleaseRequest, RemoveReply, RemoveRequest, ResumeReply, ResumeRequest, StatRequest,
     ThawReply, ThawRequest, WriteFileInput, WriteFileReply, exec_input, exec_output, write_file_input,
 };
 use futures::{Stream, StreamExt};
@@ -182,6 +185,9 @@ impl Guest for Service {
             let mut files = self.machine.files();
             files.memory.insert("/run/hostname".to_owned(), format!("{}\n", request.hostname).into_bytes());
         }
+        if let Some(net) = &request.net {
+            self.machine.files().memory.insert("/run/ip".to_owned(), format!("{}\n", net.ip).into_bytes());
+        }
         Ok(Response::new(ResumeReply { generation: request.generation, took_us: 1, ..ResumeReply::default() }))
     }
 
@@ -305,6 +311,18 @@ impl Guest for Service {
         Ok(Response::new(RemoveReply {}))
     }
 
+    async fn list_ports(&self, _: Request<ListPortsRequest>) -> Result<Response<ListPortsReply>, Status> {
+        self.ready().await?;
+        let text = self.machine.files().get("/run/ports").cloned().unwrap_or_default();
+        let port = |line: &str| {
+            let mut words = line.split_whitespace();
+            let port = words.next()?.parse().ok()?;
+            Some(ListeningPort { port, loopback_only: words.next() == Some("loopback"), process: "fake".to_owned() })
+        };
+        let ports = String::from_utf8_lossy(&text).lines().filter_map(port).collect();
+        Ok(Response::new(ListPortsReply { ports, truncated: false }))
+    }
+
     async fn quiesce(&self, _: Request<QuiesceRequest>) -> Result<Response<QuiesceReply>, Status> {
         self.ready().await?;
         Ok(Response::new(QuiesceReply { frozen: true }))
@@ -313,6 +331,16 @@ impl Guest for Service {
     async fn thaw(&self, _: Request<ThawRequest>) -> Result<Response<ThawReply>, Status> {
         self.ready().await?;
         Ok(Response::new(ThawReply { was_frozen: true }))
+    }
+
+    async fn hold(&self, _: Request<HoldRequest>) -> Result<Response<HoldReply>, Status> {
+        self.ready().await?;
+        Ok(Response::new(HoldReply {}))
+    }
+
+    async fn release(&self, _: Request<ReleaseRequest>) -> Result<Response<ReleaseReply>, Status> {
+        self.ready().await?;
+        Ok(Response::new(ReleaseReply { was_held: true }))
     }
 }
 

@@ -15,7 +15,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use coppice_engine::{
-    AdoptError, BootError, BootSpec, Capabilities, Engine, Rebind, RestoreError, RestoreTimings, Vm, VmError, VmRecord,
+    AdoptError, BootError, BootSpec, Capabilities, Engine, Nic, Rebind, RestoreError, RestoreTimings, Vm, VmError,
+    VmRecord,
 };
 use coppice_snapshot::{Accel, EngineKind, MachineImage, OpenImageError};
 
@@ -51,6 +52,17 @@ fn take(counter: &mut u32) -> bool {
     let hit = *counter > 0;
     *counter = counter.saturating_sub(1);
     hit
+}
+
+/// A network device for machines that have none.
+///
+/// # Panics
+/// Where there is no `/dev/null`.
+#[must_use]
+pub fn nic() -> Nic {
+    #[expect(clippy::expect_used, reason = "for tests")]
+    let null = std::fs::File::open("/dev/null").expect("/dev/null");
+    Nic { tap: Arc::new(null.into()), mac: Nic::random_mac() }
 }
 
 /// The engine. VMs outlive its handles; they are adopted from the same engine.
@@ -185,6 +197,13 @@ impl Engine for FakeEngine {
             return Err(BootError::Missing { what: "disk", path: spec.place.disk });
         }
         Ok(self.start(spec.place, spec.machine, BTreeMap::new(), None).await?)
+    }
+
+    async fn end_strays(&self, keep: &[VmRecord]) -> Result<usize, VmError> {
+        let kept = |pid: &i32| keep.iter().any(|record| record.pid == *pid);
+        let strays: Vec<i32> = self.alive().into_iter().filter(|pid| !kept(pid)).collect();
+        strays.iter().for_each(|pid| self.crash(*pid));
+        Ok(strays.len())
     }
 
     async fn restore(&self, image: &MachineImage, rebind: Rebind) -> Result<Arc<dyn Vm>, RestoreError> {

@@ -253,6 +253,9 @@ impl Vm for FakeVm {
         if fails {
             return Err(CaptureError::Memory(std::io::Error::other("the script says so")));
         }
+        if let Some(session) = plan.hold.as_ref().filter(|_| before == VmState::Running) {
+            session.hold().await.map_err(CaptureError::Hold)?;
+        }
         self.machine.set(VmState::Paused);
         let resume = Resume { machine: &self.machine, state: before };
         tokio::time::sleep(delay).await;

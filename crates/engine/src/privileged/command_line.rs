@@ -24,6 +24,8 @@ pub(crate) struct Fds {
     pub memory: RawFd,
     /// Root disk, opened for reading and writing.
     pub disk: RawFd,
+    /// TAP device.
+    pub tap: RawFd,
     /// What the machine starts from.
     pub start: Start,
 }
@@ -78,8 +80,13 @@ fn kernel_command_line(machine: &MachineSpec, tsc_khz: Option<u32>) -> String {
     line
 }
 
+/// The name of a file that is handed over as a descriptor, or that the system call filter's supervisor answers with one.
+pub(crate) fn fd_path(fd: RawFd) -> String {
+    format!("/proc/self/fd/{fd}")
+}
+
 /// All arguments.
-pub(crate) fn arguments(machine: &MachineSpec, flavour: Flavour, fds: Fds) -> Vec<OsString> {
+pub(crate) fn arguments(machine: &MachineSpec, flavour: Flavour, fds: Fds, mac: [u8; 6]) -> Vec<OsString> {
     let mut args = Args::default();
     let memory = machine.memory_mib;
     args.flag("-no-user-config").flag("-nodefaults").flag("-nographic").flag("-no-reboot");
@@ -95,7 +102,7 @@ pub(crate) fn arguments(machine: &MachineSpec, flavour: Flavour, fds: Fds) -> Ve
     args.pair("-smp", machine.cpus.to_string()).pair("-m", format!("{memory}M"));
     // MAP_PRIVATE of the image's memory: all machines of one image share its page cache, each owns what it writes.
     let access = if flavour.readonly_memory { ",readonly=on,rom=off" } else { "" };
-    let file = format!("/proc/self/fd/{}", fds.memory);
+    let file = fd_path(fds.memory);
     args.pair("-object", format!("memory-backend-file,id=mem0,mem-path={file},share=off,size={memory}M{access}"));
     args.pair("-chardev", format!("socket,id=monitor,fd={},server=on,wait=off", fds.monitor));
     args.pair("-mon", "chardev=monitor,mode=control");
@@ -116,11 +123,11 @@ pub(crate) fn arguments(machine: &MachineSpec, flavour: Flavour, fds: Fds) -> Ve
         args.pair("-chardev", format!("socket,id=port{nr},fd={fd},server=on,wait=off"));
         args.pair("-device", format!("virtserialport,id=vport{nr},nr={},chardev=port{nr},name={name}", nr + 1));
     }
-    // A network device comes here, last, so that machines without one keep their layout.
+    network(&mut args, fds.tap, mac);
     match fds.start {
         Start::Boot { vmlinuz, initramfs, tsc_khz } => {
-            args.pair("-kernel", format!("/proc/self/fd/{vmlinuz}"));
-            args.pair("-initrd", format!("/proc/self/fd/{initramfs}"));
+            args.pair("-kernel", fd_path(vmlinuz));
+            args.pair("-initrd", fd_path(initramfs));
             args.pair("-append", kernel_command_line(machine, tsc_khz));
         }
         Start::Restore { devices } => {
@@ -129,6 +136,14 @@ pub(crate) fn arguments(machine: &MachineSpec, flavour: Flavour, fds: Fds) -> Ve
         }
     }
     args.0
+}
+
+/// The last device. No vhost: that is the host kernel's code working on guest memory for a jailed process. What the device
+/// offers to the guest is the same for every machine, since a driver that was captured goes on with it.
+fn network(args: &mut Args, tap: RawFd, mac: [u8; 6]) {
+    let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
+    args.pair("-netdev", format!("tap,id=net0,fd={tap},vhost=off"));
+    args.pair("-device", format!("virtio-net-device,netdev=net0,mac={mac}"));
 }
 
 #[derive(Default)]
@@ -157,8 +172,11 @@ mod tests {
     }
 
     fn line(start: Start, flavour: Flavour) -> Vec<String> {
-        let fds = Fds { monitor: 10, console: 11, ports: [12, 13], memory: 14, disk: 15, start };
-        arguments(&machine(), flavour, fds).into_iter().map(|a| a.into_string().unwrap()).collect()
+        let fds = Fds { monitor: 10, console: 11, ports: [12, 13], memory: 14, disk: 15, tap: 16, start };
+        arguments(&machine(), flavour, fds, [2, 0x63, 0, 0, 0, 0xaf])
+            .into_iter()
+            .map(|a| a.into_string().unwrap())
+            .collect()
     }
 
     const TCG: Flavour = Flavour { accel: Accel::Tcg, tb_size_mib: 64, readonly_memory: false };
@@ -174,6 +192,7 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert_eq!(devices(&boot), devices(&restore));
+        assert!(boot.contains(&"virtio-net-device,netdev=net0,mac=02:63:00:00:00:af".to_owned()));
         assert!(boot.iter().any(|a| a.ends_with("tsc_early_khz=2600000 tsc=reliable root=/dev/vda")));
         assert!(restore.contains(&"fd:22".to_owned()) && !restore.contains(&"-kernel".to_owned()));
     }
