@@ -8,13 +8,13 @@
 //! Paths are only made by methods, from checked names. It does not make the volume under the directory ([`crate::volume`])
 //! and does not know what is in the files.
 
-use std::fs::{self, DirBuilder};
+use std::fs;
 use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
 use crate::clone::{CloneKind, clone_file};
 use crate::name::{NameError, check_name};
+use crate::ownership;
 use crate::staging::{self, Staging, StagingError};
 use crate::usage::{Space, UsageError, free_space};
 
@@ -76,9 +76,8 @@ impl DataDir {
         for name in SUBDIRS {
             let path = root.join(name);
             // Another process may be opening it at the same time.
-            match DirBuilder::new().mode(0o755).recursive(true).create(&path) {
-                Ok(()) => {}
-                Err(source) => return Err(DataDirError::NotWritable { path, source }),
+            if let Err(source) = ownership::create_dir_all(&path) {
+                return Err(DataDirError::NotWritable { path, source });
             }
         }
         staging::clean(&root.join("staging"))?;

@@ -46,6 +46,7 @@ pub fn sync_tree(root: &Path) -> io::Result<()> {
 }
 
 /// Replaces the file at `path` by `contents` with the given permission bits: after a crash it is the old or the new one.
+/// Written by root, it belongs to the owner of the directory.
 ///
 /// # Errors
 /// The first error; the temporary file is then removed.
@@ -60,6 +61,9 @@ pub fn replace_file(path: &Path, contents: &[u8], mode: u32) -> io::Result<()> {
             _ => {}
         }
         let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary)?;
+        if let Some(owner) = path.parent().map(crate::ownership::owner_to_follow).transpose()?.flatten() {
+            std::os::unix::fs::fchown(&file, Some(owner.uid), Some(owner.gid))?;
+        }
         file.write_all(contents)?;
         file.sync_all()?;
         fs::rename(&temporary, path)

@@ -7,6 +7,7 @@
 //! | [`staging`] | directories that appear complete or not at all |
 //! | [`volume`] | an XFS loop volume where the disk has no reflink |
 //! | [`ext4`] | an ext4 image from a directory, without mounting |
+//! | [`ownership`] | whose the files are, also what root puts there |
 //! | [`usage`] | free space, allocated bytes |
 //! | [`command`] | bounded subprocesses whose output goes to a log |
 //! | [`progress`] | what a long operation tells the person who waits |
@@ -20,6 +21,7 @@ pub mod data_dir;
 pub mod ext4;
 pub mod fsync;
 pub mod name;
+pub mod ownership;
 pub mod progress;
 pub mod staging;
 pub mod usage;
@@ -29,6 +31,7 @@ pub use clone::{CloneError, CloneKind, clone_fd, clone_file, clone_file_async, r
 pub use data_dir::{DataDir, DataDirError};
 pub use ext4::{Ext4Error, build_ext4};
 pub use name::{NameError, check_name};
+pub use ownership::Owner;
 pub use progress::{Event, Progress, Quiet};
 pub use staging::{Staging, StagingError};
 pub use usage::{Space, UsageError, file_usage, free_space, tree_usage};

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use rustix::fs::{AtFlags, CWD, FlockOperation, RenameFlags};
 use rustix::io::Errno;
 
-use crate::fsync;
+use crate::{fsync, ownership};
 
 /// A directory was not staged or published.
 #[derive(Debug, thiserror::Error)]
@@ -71,7 +71,7 @@ impl Staging {
     /// # Errors
     /// [`StagingError::Io`], [`StagingError::NoSpace`].
     pub fn new(area: &Path, purpose: &str) -> Result<Self, StagingError> {
-        fs::create_dir_all(area).map_err(StagingError::at(area))?;
+        ownership::create_dir_all(area).map_err(StagingError::at(area))?;
         let purpose: String = purpose.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(40).collect();
         loop {
             let serial = COUNTER.fetch_add(1, Ordering::Relaxed);
@@ -101,14 +101,16 @@ impl Staging {
         &self.path
     }
 
-    /// Flushes all of it and moves it to `target`, which must not exist; its parents are made.
+    /// Flushes all of it and moves it to `target`, which must not exist; its parents are made. Published by root, it
+    /// belongs to the owner of the directory that it is published in.
     ///
     /// # Errors
     /// [`StagingError`]; the staged directory is then removed and the target is as it was.
     pub fn publish(mut self, target: &Path) -> Result<(), StagingError> {
         let at = || StagingError::at(target);
         if let Some(parent) = target.parent() {
-            fs::create_dir_all(parent).map_err(at())?;
+            ownership::create_dir_all(parent).map_err(at())?;
+            ownership::follow(&self.path, parent).map_err(at())?;
         }
         fsync::sync_tree(&self.path).map_err(at())?;
         match rustix::fs::renameat_with(CWD, &self.path, CWD, target, RenameFlags::NOREPLACE) {
