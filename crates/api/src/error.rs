@@ -37,10 +37,16 @@ pub enum ErrorClass {
     Capacity,
     /// Busy for now. **Means that nothing was made.** 503 with Retry-After.
     Transient,
+    /// It can't be used at the moment, and is as it was; a client should not try again by itself. 503 without Retry-After.
+    Unavailable,
     /// A limit of the caller's own, which waiting doesn't lift. 429 without Retry-After.
     Quota,
+    /// Too many requests in a moment; nothing was made. 429 with Retry-After.
+    RateLimited,
     /// A deadline passed in the guest. 504; the sentence contains "timeout", which clients look for.
     Timeout,
+    /// What listens in the guest, or nothing that does, failed the request. 502.
+    Upstream,
     /// Ours. 500.
     Internal,
 }
@@ -58,8 +64,11 @@ impl ErrorClass {
             Self::TooLarge => (413, None),
             Self::Capacity => (507, None),
             Self::Transient => (503, Some(5)),
+            Self::Unavailable => (503, None),
             Self::Quota => (429, None),
+            Self::RateLimited => (429, Some(1)),
             Self::Timeout => (504, None),
+            Self::Upstream => (502, None),
             Self::Internal => (500, None),
         }
     }

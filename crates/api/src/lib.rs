@@ -8,9 +8,12 @@ mod error;
 mod exec;
 mod fork;
 mod fs;
+mod network;
+mod port;
 mod sandbox;
 mod snapshot;
 mod template;
+mod tenant;
 
 pub use error::{ErrorBody, ErrorClass};
 pub use exec::{ExecReply, ExecRequest, StreamChunk, StreamError, StreamExit};
@@ -19,9 +22,14 @@ pub use fork::{
     PromoteRequest,
 };
 pub use fs::{DirEntry, DirListing, WriteReply};
+pub use network::{EgressPolicy, MAX_EGRESS_ENTRIES, Network, NetworkRequest};
+pub use port::{MAX_PREVIEW_TTL_SECONDS, OpenPortRequest, Port, PortSource, Preview, PreviewLink, PreviewRequest};
 pub use sandbox::{
     BootBreakdown, BootMode, CreateSandboxRequest, Lifecycle, LifecyclePatch, MAX_METADATA_BYTES, Me,
-    RESERVED_METADATA, Sandbox, SandboxStatus, Version, is_reserved_metadata,
+    RESERVED_METADATA, Sandbox, SandboxStatus, StatusReply, Version, is_reserved_metadata,
 };
 pub use snapshot::{CreatedSnapshot, Snapshot};
 pub use template::Template;
+pub use tenant::{
+    AuditEntry, CreateTokenRequest, CreatedToken, Quota, Role, Token, Usage, Workspace, is_workspace_name,
+};

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::{Network, NetworkRequest};
+
 /// Metadata keys that only the server sets; a client's values for them are ignored.
 pub const RESERVED_METADATA: [&str; 6] =
     ["workspace", "fork_tree_id", "fork_tree_role", "fork_parent_id", "fork_index", "successor"];
@@ -78,6 +80,9 @@ pub struct Sandbox {
     pub status: SandboxStatus,
     /// Address in the sandbox network; empty while it has none.
     pub guest_ip: String,
+    /// What it may reach.
+    #[serde(default)]
+    pub network: Network,
     /// The client's own, and the server's `fork_*` keys.
     pub metadata: BTreeMap<String, String>,
     /// The snapshot that it was created from.
@@ -119,10 +124,20 @@ pub struct CreateSandboxRequest {
     /// Restore this snapshot instead of a template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from_snapshot: Option<String>,
+    /// What it may reach. Absent: the internet. Children of a fork inherit it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkRequest>,
     /// Not supported yet: a non-empty list is refused.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub volumes: Option<Vec<serde_json::Value>>,
+}
+
+/// Answer of `POST …/hibernate` and `…/wake`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, utoipa::ToSchema)]
+pub struct StatusReply {
+    /// What it is now.
+    pub status: SandboxStatus,
 }
 
 /// Answer of `GET` and `PATCH …/lifecycle`.

@@ -11,6 +11,7 @@ use coppice_api::{ErrorClass, SandboxStatus};
 use coppice_engine::{CaptureError, CapturePlan, Captured, DiskClone, GuestError, SessionError, Vm, VmError, VmState};
 use coppice_guest_proto::limits::MAX_FREEZE_MS;
 use coppice_guest_proto::v1::{QuiesceRequest, ThawRequest};
+use coppice_net::{Egress, NetError};
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{Instrument, info, info_span, warn};
 use uuid::Uuid;
@@ -18,8 +19,10 @@ use uuid::Uuid;
 use crate::Coded;
 use crate::entry::{AccessError, Entry, status_word};
 use crate::handshake;
+use crate::hold;
 use crate::host::Shared;
 use crate::record::{SandboxRecord, may_become};
+use crate::slots;
 use crate::store::StoreError;
 
 /// Operations that wait in a mailbox; more of them wait in front of it.
@@ -40,8 +43,13 @@ type Reply<T> = oneshot::Sender<Result<T, OpError>>;
 pub(crate) enum Op {
     Pause(Reply<()>),
     Resume(Reply<()>),
+    Hibernate(Reply<()>),
+    /// For whoever uses a sandbox, whatever for.
+    Wake(oneshot::Sender<Result<(), AccessError>>),
     Capture(Box<CapturePlan>, Reply<Captured>),
     CloneDisk(PathBuf, Reply<DiskCapture>),
+    /// Changes what it may reach.
+    SetEgress(Egress, Reply<()>),
     Delete(Reply<()>),
 }
 
@@ -64,7 +72,7 @@ pub enum OpError {
     Vm {
         /// Of the sandbox.
         id: Uuid,
-        /// "paused", "resumed" or "deleted".
+        /// "paused", "resumed", "hibernated" or "deleted".
         what: &'static str,
         /// Why.
         #[source]
@@ -79,6 +87,9 @@ pub enum OpError {
         #[source]
         source: CaptureError,
     },
+    /// The directory of its image can't be made.
+    #[error("the capture can't be stored")]
+    Image(#[from] coppice_snapshot::CreateImageError),
     /// Its guest does not answer.
     #[error("the guest of sandbox {id} does not answer after it was resumed")]
     Session {
@@ -88,6 +99,24 @@ pub enum OpError {
         #[source]
         source: SessionError,
     },
+    /// The processes in its guest can't be held.
+    #[error("the processes of sandbox {id} can't be held for it; it runs on")]
+    Hold {
+        /// Of the sandbox.
+        id: Uuid,
+        /// Why.
+        #[source]
+        source: GuestError,
+    },
+    /// The processes in its guest were held and don't go on.
+    #[error("the processes of sandbox {id} can't be told to go on")]
+    Release {
+        /// Of the sandbox.
+        id: Uuid,
+        /// Why.
+        #[source]
+        source: GuestError,
+    },
     /// Its guest did not acknowledge the handshake.
     #[error("the guest of sandbox {id} did not acknowledge that it was resumed")]
     Handshake {
@@ -96,6 +125,15 @@ pub enum OpError {
         /// Why.
         #[source]
         source: GuestError,
+    },
+    /// What it may reach can't be changed.
+    #[error("what sandbox {id} may reach can't be changed; it is as before")]
+    Egress {
+        /// Of the sandbox.
+        id: Uuid,
+        /// Why.
+        #[source]
+        source: NetError,
     },
     /// The host's kernel has no random bytes to give to the guest.
     #[error("the host can't provide entropy for the guest")]
@@ -111,8 +149,10 @@ impl Coded for OpError {
             Self::Access(e) => e.code(),
             Self::Vm { .. } => "vm_failed",
             Self::Capture { source: CaptureError::NoSpace, .. } => "no_storage",
-            Self::Capture { .. } => "capture_failed",
-            Self::Session { .. } | Self::Handshake { .. } => "guest_unresponsive",
+            Self::Capture { .. } | Self::Image(_) => "capture_failed",
+            Self::Hold { .. } => "processes_not_held",
+            Self::Session { .. } | Self::Handshake { .. } | Self::Release { .. } => "guest_unresponsive",
+            Self::Egress { .. } => "network_failed",
             Self::Entropy(_) => "no_entropy",
             Self::Store(_) => "store_failed",
         }
@@ -122,6 +162,7 @@ impl Coded for OpError {
         match self {
             Self::Access(e) => e.class(),
             Self::Capture { source: CaptureError::NoSpace, .. } => ErrorClass::Capacity,
+            Self::Hold { .. } => ErrorClass::Conflict,
             _ => ErrorClass::Internal,
         }
     }
@@ -129,6 +170,11 @@ impl Coded for OpError {
     fn hint(&self) -> Option<String> {
         match self {
             Self::Access(e) => e.hint(),
+            Self::Hold { .. } => Some(
+                "nothing was made; try again when no process in the sandbox waits for its disk, and make a sandbox of a \
+                 template baked by this version if it says Unimplemented"
+                    .into(),
+            ),
             Self::Capture { source: CaptureError::NoSpace, .. } => {
                 Some("delete sandboxes or snapshots, or give the data directory a larger disk".into())
             }
@@ -139,11 +185,22 @@ impl Coded for OpError {
 
 /// A sandbox's actor, before it runs.
 pub(crate) struct Actor {
-    shared: Arc<Shared>,
-    entry: Arc<Entry>,
-    vm: Arc<dyn Vm>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) entry: Arc<Entry>,
+    pub(crate) vm: Arc<dyn Vm>,
     state: watch::Receiver<VmState>,
+    /// The slot of a machine that a hibernated sandbox has left, until that is gone.
+    pub(crate) owed_slot: Option<u32>,
     mailbox: mpsc::Receiver<Op>,
+}
+
+/// What an actor does first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Begin {
+    /// It looks after the machine as it is.
+    AsItIs,
+    /// A capture that did not end has left the machine standing still: it goes on.
+    GoOn,
 }
 
 /// The two ends of a mailbox.
@@ -152,15 +209,27 @@ pub(crate) fn mailbox() -> (mpsc::Sender<Op>, mpsc::Receiver<Op>) {
 }
 
 impl Actor {
-    pub(crate) fn spawn(shared: Arc<Shared>, entry: Arc<Entry>, vm: Arc<dyn Vm>, mailbox: mpsc::Receiver<Op>) {
+    pub(crate) fn spawn(
+        shared: Arc<Shared>,
+        entry: Arc<Entry>,
+        vm: Arc<dyn Vm>,
+        mailbox: mpsc::Receiver<Op>,
+        begin: Begin,
+    ) {
         // Of its own, not below the request that happened to start it.
         let span = info_span!(parent: None, "sandbox", id = %entry.id);
         let state = vm.state();
-        let actor = Self { shared, entry, vm, state, mailbox };
-        drop(tokio::spawn(actor.run().instrument(span)));
+        let actor = Self { shared, entry, vm, state, owed_slot: None, mailbox };
+        drop(tokio::spawn(actor.run(begin).instrument(span)));
     }
 
-    async fn run(mut self) {
+    async fn run(mut self, begin: Begin) {
+        if begin == Begin::GoOn
+            && let Err(e) = self.go_on_late().await
+        {
+            // What became of it is seen below.
+            warn!(error = crate::HostError::from(e).chain(), "does not go on after a capture that did not end");
+        }
         // The VM may have died before it was watched.
         self.vm_changed().await;
         loop {
@@ -198,14 +267,23 @@ impl Actor {
         match op {
             Op::Pause(reply) => drop(reply.send(self.pause().await)),
             Op::Resume(reply) => drop(reply.send(self.resume().await)),
+            Op::Hibernate(reply) => drop(reply.send(self.hibernate().await)),
+            Op::Wake(reply) => drop(reply.send(self.wake().await)),
             Op::Capture(plan, reply) => drop(reply.send(self.capture(*plan).await)),
             Op::CloneDisk(dest, reply) => drop(reply.send(self.clone_disk(dest).await)),
+            Op::SetEgress(egress, reply) => drop(reply.send(self.set_egress(egress).await)),
             Op::Delete(reply) => drop(reply.send(self.delete().await)),
         }
     }
 
-    fn id(&self) -> Uuid {
+    pub(crate) fn id(&self) -> Uuid {
         self.entry.id
+    }
+
+    /// From now on this is its machine.
+    pub(crate) fn become_machine(&mut self, vm: Arc<dyn Vm>) {
+        self.state = vm.state();
+        self.vm = vm;
     }
 
     /// Records and shows a change of status; `false` when the table doesn't have it.
@@ -232,7 +310,7 @@ impl Actor {
         Ok(true)
     }
 
-    fn require(&self, allowed: &[SandboxStatus]) -> Result<(), AccessError> {
+    pub(crate) fn require(&self, allowed: &[SandboxStatus]) -> Result<(), AccessError> {
         let live = self.entry.live();
         if allowed.contains(&live.status) {
             return Ok(());
@@ -245,9 +323,40 @@ impl Actor {
 
     async fn pause(&mut self) -> Result<(), OpError> {
         self.require(&[SandboxStatus::Running, SandboxStatus::Paused])?;
-        self.vm.pause().await.map_err(|source| OpError::Vm { id: self.id(), what: "paused", source })?;
+        if self.entry.live().status == SandboxStatus::Paused {
+            return Ok(());
+        }
+        // What is captured while it is paused is held then, and after the pause nothing runs before the clock is right.
+        let session = self.hold().await?;
+        if let Err(source) = self.vm.pause().await {
+            let released = hold::release(&session).await;
+            self.note_release(released);
+            return Err(OpError::Vm { id: self.id(), what: "paused", source });
+        }
         self.become_(SandboxStatus::Paused, None).await?;
         Ok(())
+    }
+
+    /// Holds the guest's processes: see [`crate::hold`].
+    pub(crate) async fn hold(&mut self) -> Result<coppice_engine::GuestSession, OpError> {
+        let session = self.session().await?;
+        let held = hold::hold(&session).await;
+        if let Err(GuestError::Timeout(_)) = held {
+            // Whether anything is held is unknown: the next session finds out.
+            self.entry.set_live(|live| live.session = None);
+        }
+        held.map_err(|source| OpError::Hold { id: self.id(), source })?;
+        Ok(session)
+    }
+
+    /// A release that failed is made up for by the next session, or by the handshake of a machine that stands still.
+    fn note_release(&self, released: Result<(), GuestError>) {
+        if let Err(error) = released
+            && !self.stands_still()
+        {
+            warn!(error = &error as &dyn std::error::Error, "the guest does not say that its processes go on");
+            self.entry.set_live(|live| live.session = None);
+        }
     }
 
     /// Lets the machine run, and steps its clock before it is shown as running. A machine that stands still after an error
@@ -260,10 +369,7 @@ impl Actor {
             return Ok(());
         }
         self.vm.resume().await.map_err(|source| OpError::Vm { id: self.id(), what: "resumed", source })?;
-        let session = match self.entry.live().session {
-            Some(session) => session,
-            None => self.open_session().await?,
-        };
+        let session = self.session().await?;
         let request = handshake::unpause(&self.entry.record()).map_err(OpError::Entropy)?;
         session
             .resume(request, Instant::now() + handshake::TIMEOUT)
@@ -290,9 +396,21 @@ impl Actor {
         }
     }
 
-    async fn capture(&mut self, plan: CapturePlan) -> Result<Captured, OpError> {
+    async fn capture(&mut self, mut plan: CapturePlan) -> Result<Captured, OpError> {
         self.require(&[SandboxStatus::Running, SandboxStatus::Paused])?;
-        self.vm.capture(plan).await.map_err(|source| OpError::Capture { id: self.id(), source })
+        let captured = if self.entry.live().status == SandboxStatus::Paused {
+            self.vm.capture(plan).await
+        } else {
+            let session = self.session().await?;
+            plan.hold = Some(session.clone());
+            let (captured, released) = hold::released_after(&session, self.vm.state(), self.vm.capture(plan)).await;
+            self.note_release(released);
+            captured
+        };
+        captured.map_err(|source| match source {
+            CaptureError::Hold(source) => OpError::Hold { id: self.id(), source },
+            source => OpError::Capture { id: self.id(), source },
+        })
     }
 
     /// Flush and freeze in the guest, clone in a pause, thaw. A guest that doesn't answer is cloned as it is.
@@ -322,18 +440,54 @@ impl Actor {
         Ok(DiskCapture { clone, flushed })
     }
 
+    /// Recorded first, then in force; taken back if it can't be put in force. A machine that is gone has no slot: there it
+    /// is recorded only.
+    async fn set_egress(&mut self, egress: Egress) -> Result<(), OpError> {
+        if self.entry.live().status == SandboxStatus::Stopping {
+            return Err(AccessError::NotFound(self.id().to_string()).into());
+        }
+        let before = self.entry.record().egress;
+        let done = self.record_egress(&egress).await;
+        let done = match (done, self.entry.record().network) {
+            (Ok(()), Some(slot)) => slots::set_egress(&self.shared, slot.index, &egress)
+                .await
+                .map_err(|source| OpError::Egress { id: self.id(), source }),
+            (done, _) => done.map_err(OpError::from),
+        };
+        if done.is_err()
+            && let Err(e) = self.record_egress(&before).await
+        {
+            warn!(error = &e as &dyn std::error::Error, "the record of a policy could not be taken back");
+        }
+        done
+    }
+
+    async fn record_egress(&self, egress: &Egress) -> Result<(), StoreError> {
+        let record = self.entry.update(|record| record.set_egress(egress));
+        self.shared.store.put_network(&record).await
+    }
+
     /// Intent first, then the machine, its files, its record.
     async fn delete(&mut self) -> Result<(), OpError> {
         self.become_(SandboxStatus::Stopping, None).await?;
         self.vm.kill().await.map_err(|source| OpError::Vm { id: self.id(), what: "deleted", source })?;
+        // Not before the machine is gone: it holds the slot's TAP.
+        let owed = self.owed_slot.take();
+        if let Some(index) = self.entry.record().network.map(|slot| slot.index).or(owed) {
+            slots::put(&self.shared, index).await;
+        }
         self.shared.forget(self.id()).await?;
         info!("deleted");
         Ok(())
     }
 
-    async fn vm_changed(&mut self) {
+    pub(crate) async fn vm_changed(&mut self) {
         let state = self.state.borrow_and_update().clone();
         let status = self.entry.live().status;
+        if status == SandboxStatus::Hibernated {
+            // It is in its image. What becomes of the machine that it left is of no concern to it.
+            return;
+        }
         match state {
             VmState::Dead(reason) if status != SandboxStatus::Stopping => self.fail(reason).await,
             VmState::IoError(reason) => {
@@ -362,7 +516,37 @@ impl Actor {
         }
     }
 
+    async fn session(&mut self) -> Result<coppice_engine::GuestSession, OpError> {
+        match self.entry.live().session {
+            Some(session) => Ok(session),
+            None => self.open_session().await,
+        }
+    }
+
+    /// Lets a machine go on that stood still for nobody knows how long: with its clock put right before anybody uses it.
+    async fn go_on_late(&self) -> Result<(), OpError> {
+        let id = self.id();
+        self.vm.resume().await.map_err(|source| OpError::Vm { id, what: "resumed", source })?;
+        let session = self.connect().await?;
+        let request = handshake::unpause(&self.entry.record()).map_err(OpError::Entropy)?;
+        let done = session.resume(request, Instant::now() + handshake::TIMEOUT).await;
+        done.map_err(|source| OpError::Handshake { id, source })?;
+        self.entry.set_live(|live| live.session = Some(session));
+        Ok(())
+    }
+
     async fn open_session(&mut self) -> Result<coppice_engine::GuestSession, OpError> {
+        let session = self.connect().await?;
+        if self.entry.live().status == SandboxStatus::Running {
+            // A capture may have been cut short: by the end of the daemon that made it, say.
+            hold::release(&session).await.map_err(|source| OpError::Release { id: self.id(), source })?;
+        }
+        self.entry.set_live(|live| live.session = Some(session.clone()));
+        Ok(session)
+    }
+
+    /// A session in which nothing that is held was released yet.
+    async fn connect(&self) -> Result<coppice_engine::GuestSession, OpError> {
         let session = self
             .vm
             .open_session(Instant::now() + REOPEN)
@@ -371,7 +555,6 @@ impl Actor {
         let vm = self.vm.record();
         let record = self.entry.update(|r| r.vm = Some(vm));
         self.shared.store.update_sandbox(&record).await?;
-        self.entry.set_live(|live| live.session = Some(session.clone()));
         Ok(session)
     }
 

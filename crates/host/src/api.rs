@@ -9,18 +9,20 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use coppice_api::{
-    CreateSandboxRequest, DirEntry, Fork, Lifecycle, LifecyclePatch, PromoteReply, PromoteRequest, Sandbox, Snapshot,
-    Template,
+    CreateSandboxRequest, DirEntry, Fork, Lifecycle, LifecyclePatch, Network, NetworkRequest, PromoteReply,
+    PromoteRequest, Sandbox, Snapshot, Template,
 };
 use futures::stream::BoxStream;
 
-use crate::HostError;
+use crate::{GuestStream, HostError};
 
 /// What the control plane may ask of a host.
 #[async_trait]
 pub trait HostApi: Send + Sync + std::fmt::Debug {
     /// What this host is.
     fn info(&self) -> HostInfo;
+    /// Brings the metrics up to date that are read somewhere else and not counted here, e.g. packets that were dropped.
+    async fn observe(&self);
 
     /// Creates a sandbox from a template or a snapshot; answers when its guest has acknowledged the resume handshake.
     async fn create(&self, workspace: &str, request: CreateSandboxRequest) -> Result<Sandbox, HostError>;
@@ -34,10 +36,19 @@ pub trait HostApi: Send + Sync + std::fmt::Debug {
     async fn pause(&self, workspace: &str, id: &str) -> Result<(), HostError>;
     /// Lets them run, and steps the guest's clock. Idempotent.
     async fn resume(&self, workspace: &str, id: &str) -> Result<(), HostError>;
+    /// Keeps it in an image on the disk and ends its machine. Idempotent. Any use wakes it: commands, files, ports,
+    /// connections, snapshots and forks of it; looking at it does not.
+    async fn hibernate(&self, workspace: &str, id: &str) -> Result<(), HostError>;
+    /// Brings a hibernated one back; answers when its guest has acknowledged the resume handshake. Idempotent.
+    async fn wake(&self, workspace: &str, id: &str) -> Result<(), HostError>;
     /// TTL and idleness.
     async fn lifecycle(&self, workspace: &str, id: &str) -> Result<Lifecycle, HostError>;
     /// Changes the TTL.
     async fn set_lifecycle(&self, workspace: &str, id: &str, patch: LifecyclePatch) -> Result<Lifecycle, HostError>;
+    /// What it may reach.
+    async fn network(&self, workspace: &str, id: &str) -> Result<Network, HostError>;
+    /// Changes what it may reach; the new policy holds when this answers.
+    async fn set_network(&self, workspace: &str, id: &str, request: NetworkRequest) -> Result<Network, HostError>;
 
     /// Runs a command. Dropping the stream before `Exit` kills the command's process group.
     async fn exec(&self, workspace: &str, id: &str, spec: ExecSpec) -> Result<ExecStream, HostError>;
@@ -55,6 +66,15 @@ pub trait HostApi: Send + Sync + std::fmt::Debug {
     async fn logs(&self, workspace: &str, id: &str, tail_bytes: Option<u64>) -> Result<Bytes, HostError>;
     /// The last few KiB of the console, then what comes, until the sandbox ends.
     async fn follow_logs(&self, workspace: &str, id: &str) -> Result<ByteStream, HostError>;
+
+    /// TCP ports on which something in the guest listens. Wakes a hibernated one; changes nothing else, and counts as no use
+    /// of the sandbox.
+    async fn ports(&self, workspace: &str, id: &str) -> Result<Vec<DetectedPort>, HostError>;
+    /// A connection to a TCP port of the guest. The sandbox counts as used until it is dropped; it breaks when the
+    /// machine ends.
+    async fn connect(&self, workspace: &str, id: &str, port: u16) -> Result<GuestStream, HostError>;
+    /// Workspace of a sandbox, for requests that name nothing but its id.
+    async fn owner(&self, id: &str) -> Result<String, HostError>;
 
     /// Captures memory, device state and disk at one instant; the sandbox runs on.
     async fn snapshot(&self, workspace: &str, id: &str) -> Result<Snapshot, HostError>;
@@ -76,8 +96,36 @@ pub trait HostApi: Send + Sync + std::fmt::Debug {
     async fn templates(&self, workspace: &str) -> Result<Vec<Template>, HostError>;
     /// One template, by name or alias.
     async fn template(&self, workspace: &str, name: &str) -> Result<Template, HostError>;
-    /// Removes a template that no sandbox needs any more; of a global one only with the right to do so.
+    /// Removes a template of the workspace's own that no sandbox needs any more. A global one is
+    /// [`coppice_api::ErrorClass::Forbidden`].
     async fn delete_template(&self, workspace: &str, name: &str) -> Result<(), HostError>;
+    /// Removes a template that is offered to every workspace. Only for requests of an admin's.
+    async fn delete_global_template(&self, name: &str) -> Result<(), HostError>;
+
+    /// What of the workspace counts for its quotas. What is still being made is not in it.
+    async fn holdings(&self, workspace: &str) -> Result<Holdings, HostError>;
+    /// What one more sandbox of this request would hold; its `id` is empty. Makes nothing.
+    async fn size_of_new(&self, workspace: &str, request: &CreateSandboxRequest) -> Result<Held, HostError>;
+}
+
+/// What of a workspace counts for its quotas.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Holdings {
+    /// All sandboxes, whatever they do.
+    pub sandboxes: Vec<Held>,
+    /// Snapshots that it keeps.
+    pub snapshots: Vec<Held>,
+}
+
+/// One sandbox or snapshot, by what it may come to fill.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Of the sandbox or snapshot.
+    pub id: String,
+    /// Guest memory, MiB.
+    pub memory_mib: u64,
+    /// Size of its files, holes included, MiB: a sandbox's disk; a snapshot's disk and memory.
+    pub disk_mib: u64,
 }
 
 /// Bytes in pieces.
@@ -123,6 +171,15 @@ pub struct ExecSpec {
     pub stdin: Option<Bytes>,
     /// When its process group is killed.
     pub timeout: Option<Duration>,
+}
+
+/// A TCP port of a guest on which something listens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DetectedPort {
+    /// Its number.
+    pub port: u16,
+    /// On a loopback address only: nothing outside the guest reaches it.
+    pub loopback_only: bool,
 }
 
 /// A file being read.

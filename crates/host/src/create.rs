@@ -8,6 +8,7 @@ use coppice_api::{
     BootMode, CreateSandboxRequest, ErrorClass, MAX_METADATA_BYTES, Sandbox, SandboxStatus, is_reserved_metadata,
 };
 use coppice_guest_proto::v1::ResumeReason;
+use coppice_net::EgressError;
 use coppice_snapshot::MachineImage;
 use jiff::Timestamp;
 use uuid::Uuid;
@@ -16,6 +17,7 @@ use crate::Coded;
 use crate::admission::AdmissionError;
 use crate::host::Shared;
 use crate::launch::{self, Launch, LaunchError, Origin};
+use crate::network;
 use crate::record::SandboxRecord;
 use crate::snapshots::{self, SnapshotError};
 use crate::templates::{self, TemplateError};
@@ -37,6 +39,9 @@ pub enum CreateError {
     /// Volumes are not there yet.
     #[error("volumes can't be attached by this version")]
     Volumes,
+    /// Its network policy can not be one.
+    #[error(transparent)]
+    Network(#[from] EgressError),
     /// The template can't be used.
     #[error(transparent)]
     Template(#[from] TemplateError),
@@ -57,6 +62,7 @@ impl Coded for CreateError {
             Self::Ttl(_) => "bad_ttl",
             Self::Metadata(_) => "metadata_too_large",
             Self::Volumes => "volumes_unsupported",
+            Self::Network(e) => e.code(),
             Self::Template(TemplateError::NotFound { .. }) => "unknown_template",
             Self::Template(e) => e.code(),
             Self::Snapshot(e) => e.code(),
@@ -71,6 +77,7 @@ impl Coded for CreateError {
             Self::Ttl(_) | Self::Metadata(_) | Self::Volumes | Self::Template(TemplateError::NotFound { .. }) => {
                 ErrorClass::Caller
             }
+            Self::Network(e) => e.class(),
             Self::Template(e) => e.class(),
             Self::Snapshot(e) => e.class(),
             Self::Admission(e) => e.class(),
@@ -80,6 +87,7 @@ impl Coded for CreateError {
 
     fn hint(&self) -> Option<String> {
         match self {
+            Self::Network(e) => e.hint(),
             Self::Template(e) => e.hint(),
             Self::Snapshot(e) => e.hint(),
             Self::Admission(e) => e.hint(),
@@ -105,13 +113,17 @@ pub(crate) fn check_metadata(
 }
 
 /// Where a create starts from.
-struct Source {
-    image: Arc<MachineImage>,
+pub(crate) struct Source {
+    pub(crate) image: Arc<MachineImage>,
     template: String,
     snapshot: Option<Uuid>,
 }
 
-async fn resolve(shared: &Shared, workspace: &str, request: &CreateSandboxRequest) -> Result<Source, CreateError> {
+pub(crate) async fn resolve(
+    shared: &Shared,
+    workspace: &str,
+    request: &CreateSandboxRequest,
+) -> Result<Source, CreateError> {
     // Clients send their default template along with a snapshot: the snapshot wins.
     if let Some(id) = request.from_snapshot.as_deref().filter(|id| !id.is_empty()) {
         let snapshot = snapshots::get(shared, workspace, id).await?;
@@ -134,6 +146,7 @@ pub(crate) async fn create(
     }
     let ttl_seconds = request.ttl_seconds.map_or(Ok(shared.default_ttl.as_secs()), check_ttl)?;
     let metadata = check_metadata(request.metadata.clone())?;
+    let egress = network::parse(request.network.as_ref())?.unwrap_or_default();
     let source = resolve(shared, workspace, &request).await?;
     let reservation = shared.admission.reserve(1, shared.count())?;
 
@@ -159,6 +172,8 @@ pub(crate) async fn create(
         settled_ttl_seconds: ttl_seconds,
         last_used_at: now,
         lineage: None,
+        egress,
+        network: None,
         vm: None,
     };
     let reason = if source.snapshot.is_some() { ResumeReason::Restore } else { ResumeReason::Create };

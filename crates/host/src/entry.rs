@@ -15,11 +15,14 @@ use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use crate::Coded;
-use crate::actor::{Op, OpError};
+use crate::actor::Op;
 use crate::record::SandboxRecord;
+use crate::wake::WakeError;
 
 /// How long a call waits for a session that is being opened again.
 const SESSION_WAIT: Duration = Duration::from_secs(5);
+/// How often a sandbox is woken for one use of it, when it is hibernated again each time before it can be used.
+const WAKES: usize = 3;
 
 /// What of a sandbox is live.
 #[derive(Debug, Clone)]
@@ -67,6 +70,15 @@ pub enum AccessError {
         /// Why.
         reason: String,
     },
+    /// It hibernates, and can't be woken.
+    #[error("sandbox {id} could not be woken; it still hibernates")]
+    Wake {
+        /// Of the sandbox.
+        id: Uuid,
+        /// Why.
+        #[source]
+        source: Box<WakeError>,
+    },
     /// Its guest doesn't answer.
     #[error("the guest of sandbox {0} does not answer")]
     NoSession(Uuid),
@@ -78,6 +90,7 @@ impl Coded for AccessError {
             Self::NotFound(_) => "sandbox_not_found",
             Self::NotRunning { .. } => "sandbox_not_running",
             Self::Failed { .. } => "sandbox_failed",
+            Self::Wake { source, .. } => source.code(),
             Self::NoSession(_) => "guest_unresponsive",
         }
     }
@@ -86,6 +99,7 @@ impl Coded for AccessError {
         match self {
             Self::NotFound(_) => ErrorClass::NotFound,
             Self::NotRunning { .. } | Self::Failed { .. } => ErrorClass::Conflict,
+            Self::Wake { source, .. } => source.class(),
             Self::NoSession(_) => ErrorClass::Internal,
         }
     }
@@ -93,6 +107,8 @@ impl Coded for AccessError {
     fn hint(&self) -> Option<String> {
         match self {
             Self::NotRunning { status: "paused", .. } => Some("resume it first".into()),
+            Self::NotRunning { status: "hibernated", .. } => Some("wake it first".into()),
+            Self::Wake { source, .. } => source.hint(),
             Self::Failed { .. } => Some("its console log may say more; delete it and create another".into()),
             _ => None,
         }
@@ -195,32 +211,57 @@ impl Entry {
 
     /// The guest's session, when the sandbox runs.
     pub(crate) async fn session(&self) -> Result<GuestSession, AccessError> {
-        let mut watch = self.watch();
-        let usable = |live: &Live| live.session.is_some() || live.status != SandboxStatus::Running;
-        let live = tokio::time::timeout(SESSION_WAIT, watch.wait_for(usable)).await;
-        let live = match live {
-            Ok(Ok(live)) => live.clone(),
-            Ok(Err(_)) => return Err(AccessError::NotFound(self.id.to_string())),
-            Err(_) => return Err(AccessError::NoSession(self.id)),
-        };
-        match (live.status, live.session) {
-            (SandboxStatus::Running, Some(session)) => Ok(session),
-            (SandboxStatus::Failed, _) => {
-                Err(AccessError::Failed { id: self.id, reason: live.error.unwrap_or_default() })
+        let live = self.running(|live| live.session.is_some()).await?;
+        live.session.ok_or(AccessError::NoSession(self.id))
+    }
+
+    /// The machine, when it runs and has what the caller needs of it. Commands, files and connections all come by here:
+    /// whatever must happen to a machine before it can be used happens here. One that hibernates is woken.
+    pub(crate) async fn running(&self, has: impl Fn(&Live) -> bool) -> Result<Live, AccessError> {
+        let mut live = self.settled(&has).await?;
+        for _ in 0..WAKES {
+            if live.status != SandboxStatus::Hibernated {
+                break;
             }
+            self.ask(Op::Wake).await?;
+            live = self.settled(&has).await?;
+        }
+        match live.status {
+            SandboxStatus::Running => Ok(live),
+            SandboxStatus::Failed => Err(AccessError::Failed { id: self.id, reason: live.error.unwrap_or_default() }),
             // Nothing may be started on what is being deleted: for the caller it is gone.
-            (SandboxStatus::Stopping, _) => Err(AccessError::NotFound(self.id.to_string())),
-            (status, _) => Err(AccessError::NotRunning { id: self.id, status: status_word(status) }),
+            SandboxStatus::Stopping => Err(AccessError::NotFound(self.id.to_string())),
+            status => Err(AccessError::NotRunning { id: self.id, status: status_word(status) }),
         }
     }
 
+    /// What is live, once that is either not running or has what the caller needs.
+    async fn settled(&self, has: impl Fn(&Live) -> bool) -> Result<Live, AccessError> {
+        let mut watch = self.watch();
+        let usable = |live: &Live| live.status != SandboxStatus::Running || has(live);
+        let live = tokio::time::timeout(SESSION_WAIT, watch.wait_for(usable)).await;
+        match live {
+            Ok(Ok(live)) => Ok(live.clone()),
+            Ok(Err(_)) => Err(AccessError::NotFound(self.id.to_string())),
+            Err(_) => Err(AccessError::NoSession(self.id)),
+        }
+    }
+
+    /// Wakes it if it hibernates, and does nothing otherwise: for operations that go through the mailbox.
+    pub(crate) async fn awake(&self) -> Result<(), AccessError> {
+        if self.live().status != SandboxStatus::Hibernated {
+            return Ok(());
+        }
+        self.ask(Op::Wake).await
+    }
+
     /// Puts an operation into the mailbox and awaits its result. The operation goes on when the caller doesn't wait.
-    pub(crate) async fn ask<T>(
+    pub(crate) async fn ask<T, E: From<AccessError>>(
         &self,
-        op: impl FnOnce(oneshot::Sender<Result<T, OpError>>) -> Op,
-    ) -> Result<T, OpError> {
+        op: impl FnOnce(oneshot::Sender<Result<T, E>>) -> Op,
+    ) -> Result<T, E> {
         let (reply, answer) = oneshot::channel();
-        let gone = || OpError::Access(AccessError::NotFound(self.id.to_string()));
+        let gone = || E::from(AccessError::NotFound(self.id.to_string()));
         self.mailbox.send(op(reply)).await.map_err(|_| gone())?;
         answer.await.map_err(|_| gone())?
     }

@@ -112,22 +112,14 @@ pub(crate) struct Order {
     pub requested: Instant,
 }
 
-/// Checks everything that can be wrong with the request, before anything is made.
-pub(crate) fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Result<Order, ForkError> {
+/// Checks everything that can be wrong with the request, before anything is made. A parent that hibernates is woken.
+pub(crate) async fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Result<Order, ForkError> {
     let count = u32::try_from(spec.count).ok().filter(|count| (1..=MAX_FORK_COUNT).contains(count));
     let count = count.ok_or(ForkError::Count(spec.count))?;
     let metadata = check_metadata(Some(spec.metadata))?;
-    let live = parent.live();
-    match live.status {
-        SandboxStatus::Running => {}
-        SandboxStatus::Failed => {
-            return Err(AccessError::Failed { id: parent.id, reason: live.error.unwrap_or_default() }.into());
-        }
-        status => return Err(AccessError::NotRunning { id: parent.id, status: status_word(status) }.into()),
-    }
-    let parent = parent.record();
+    let record = parent.record();
     // Children outlive neither their parent's TTL nor the server's default unless asked to.
-    let settled = parent.ttl_seconds.min(shared.default_ttl.as_secs());
+    let settled = record.ttl_seconds.min(shared.default_ttl.as_secs());
     let ttl_seconds = match metadata.get("explore_ttl") {
         None => settled,
         Some(text) => text
@@ -137,9 +129,18 @@ pub(crate) fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Result<O
             .and_then(|ttl| check_ttl(ttl).ok())
             .ok_or_else(|| ForkError::ExploreTtl(text.chars().take(40).collect()))?,
     };
+    parent.awake().await?;
+    let live = parent.live();
+    match live.status {
+        SandboxStatus::Running => {}
+        SandboxStatus::Failed => {
+            return Err(AccessError::Failed { id: parent.id, reason: live.error.unwrap_or_default() }.into());
+        }
+        status => return Err(AccessError::NotRunning { id: parent.id, status: status_word(status) }.into()),
+    }
     Ok(Order {
         count,
-        parent,
+        parent: parent.record(),
         tree_id: Uuid::new_v4(),
         metadata,
         ttl_seconds,
@@ -176,21 +177,14 @@ impl Order {
                     tree_id: self.tree_id,
                     parent_id: self.parent.id,
                     index,
+                    count: self.count,
                     role: ForkRole::Child,
                 }),
+                egress: self.parent.egress.clone(),
+                network: None,
                 vm: None,
             })
             .collect()
-    }
-
-    fn identity(&self, index: u32, mode: &str) -> ForkIdentity {
-        ForkIdentity {
-            parent: self.parent.id.to_string(),
-            tree: self.tree_id.to_string(),
-            index,
-            count: self.count,
-            mode: mode.to_owned(),
-        }
     }
 
     /// Starts all children at once. Those that started are in index order; at least one is.
@@ -199,13 +193,11 @@ impl Order {
         shared: &Arc<Shared>,
         records: Vec<SandboxRecord>,
         origin: &Origin,
-        mode: &str,
     ) -> Result<(Vec<Launched>, Vec<ChildError>), ForkError> {
         let launches: Vec<_> = records
             .into_iter()
-            .zip(0..)
-            .map(|(record, index)| {
-                let fork = Some(self.identity(index, mode));
+            .map(|record| {
+                let fork = identity(&record);
                 let origin = origin.clone();
                 let requested = self.requested;
                 launch::spawn(shared, Launch { record, origin, reason: ResumeReason::Fork, fork, requested })
@@ -227,6 +219,26 @@ impl Order {
         let failed =
             failed.into_iter().map(|(index, e)| ChildError { index, err: HostError::from(e).chain() }).collect();
         Ok((started, failed))
+    }
+}
+
+/// What the guest of a child is told of its fork.
+pub(crate) fn identity(child: &SandboxRecord) -> Option<ForkIdentity> {
+    let lineage = child.lineage.as_ref()?;
+    Some(ForkIdentity {
+        parent: lineage.parent_id.to_string(),
+        tree: lineage.tree_id.to_string(),
+        index: lineage.index,
+        count: lineage.count,
+        mode: mode(child.boot_mode).to_owned(),
+    })
+}
+
+/// The name of the fork whose children start like this.
+pub(crate) fn mode(boot_mode: BootMode) -> &'static str {
+    match boot_mode {
+        BootMode::Snapshot => "fork-tree",
+        BootMode::Cold => "disk",
     }
 }
 

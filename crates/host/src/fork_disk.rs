@@ -34,7 +34,7 @@ pub(crate) async fn fork_disk(
     spec: ForkSpec,
 ) -> Result<Fork, ForkError> {
     let parent = shared.entry(workspace, id)?;
-    let order = check(shared, &parent, spec)?;
+    let order = check(shared, &parent, spec).await?;
     let shared = Arc::clone(shared);
     let forked = tokio::spawn(async move {
         let mut undo = Undo::default();
@@ -61,7 +61,7 @@ async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order, undo: &mut
     let DiskCapture { clone, flushed } = parent.ask(|reply| Op::CloneDisk(disk.clone(), reply)).await?;
 
     let records = order.children(BootMode::Cold, None);
-    let (children, errors) = order.start(shared, records, &Origin::Disk { disk, machine }, "disk").await?;
+    let (children, errors) = order.start(shared, records, &Origin::Disk { disk, machine }).await?;
     let parent_paused_ms = millis(clone.paused);
     info!(count = order.count, failed = errors.len(), parent_paused_ms, flushed, "disk fork");
     let answer = Fork {

@@ -34,7 +34,7 @@ pub(crate) async fn fork_tree(
     spec: ForkSpec,
 ) -> Result<Fork, ForkError> {
     let parent = shared.entry(workspace, id)?;
-    let order = check(shared, &parent, spec)?;
+    let order = check(shared, &parent, spec).await?;
     let shared = Arc::clone(shared);
     // In a task of its own: a caller that hangs up must not stop it between two steps.
     let forked = tokio::spawn(async move { run(&shared, &parent, order).await }).await;
@@ -46,12 +46,12 @@ async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order) -> Result<
     let _reservation = shared.admission.reserve(u64::from(order.count), shared.count())?;
     let snapshot_id = Uuid::new_v4();
     let image = PendingImage::create(&shared.snapshot_dir(snapshot_id))?;
-    let plan = CapturePlan { image, id: snapshot_id, durable: false };
+    let plan = CapturePlan { image, id: snapshot_id, durable: false, hold: None };
     let captured = parent.ask(|reply| Op::Capture(Box::new(plan), reply)).await?;
 
     let records = order.children(BootMode::Snapshot, Some(snapshot_id));
     let origin = Origin::Image(Arc::new(captured.image));
-    let started = order.start(shared, records, &origin, "fork-tree").await;
+    let started = order.start(shared, records, &origin).await;
     let Origin::Image(image) = origin else { return Err(ForkError::Interrupted) };
     if started.is_err() {
         remove_tree(image.dir().to_owned()).await;

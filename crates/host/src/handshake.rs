@@ -1,8 +1,9 @@
-//! What the guest is told when its machine starts, is restored or goes on.
+//! What the guest is told when its machine starts, is restored, wakes or goes on.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use coppice_guest_proto::v1::{ForkIdentity, ResumeReason, ResumeRequest};
+use coppice_guest_proto::v1::{ForkIdentity, Network, ResumeReason, ResumeRequest};
+use coppice_net::{GATEWAY, PREFIX, SlotRecord};
 use uuid::Uuid;
 
 use crate::record::SandboxRecord;
@@ -13,7 +14,8 @@ pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 /// Entropy given at every resume, bytes. The protocol wants 64 or more.
 const ENTROPY: usize = 128;
 
-/// A new machine, or a copy of one: it gets an identity of its own.
+/// A new machine, or a copy of one: it gets an identity of its own. One that wakes is told the same identity again: names
+/// follow from the sandbox's id.
 pub(crate) fn fresh(
     record: &SandboxRecord,
     reason: ResumeReason,
@@ -21,10 +23,19 @@ pub(crate) fn fresh(
 ) -> std::io::Result<ResumeRequest> {
     Ok(ResumeRequest {
         hostname: hostname(record.id),
-        machine_id: Uuid::new_v4().simple().to_string(),
+        machine_id: record.id.simple().to_string(),
+        net: record.network.as_ref().map(network),
         fork,
         ..base(record, reason)?
     })
+}
+
+/// A place on the network, as the guest is told. Gateway and resolver are the same for every sandbox.
+fn network(slot: &SlotRecord) -> Network {
+    let mac = slot.mac.map(|byte| format!("{byte:02x}")).join(":");
+    let gateway = GATEWAY.to_string();
+    let prefix = u32::from(PREFIX);
+    Network { mac, ip: slot.address.to_string(), prefix, gateway: gateway.clone(), dns: vec![gateway] }
 }
 
 /// The same machine goes on: only its clock is stepped.
@@ -71,6 +82,15 @@ mod tests {
         let (a, b) = (entropy().unwrap(), entropy().unwrap());
         assert!(a.len() >= MIN_ENTROPY);
         assert_ne!(a, b);
+    }
+
+    #[test]
+    fn a_guest_is_told_its_address_and_that_of_its_gateway() {
+        let address = coppice_net::address_of(0).unwrap();
+        let slot = SlotRecord { index: 0, mac: [2, 0x63, 0, 0xab, 1, 255], address, egress: Default::default() };
+        let told = network(&slot);
+        assert_eq!((told.mac.as_str(), told.ip.as_str(), told.prefix), ("02:63:00:ab:01:ff", "10.203.1.0", 32));
+        assert_eq!((told.gateway.as_str(), told.dns), ("10.203.0.1", vec!["10.203.0.1".to_owned()]));
     }
 
     #[test]

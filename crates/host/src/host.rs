@@ -8,23 +8,27 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use coppice_api::{
-    CreateSandboxRequest, DirEntry, Fork, Lifecycle, LifecyclePatch, PromoteReply, PromoteRequest, Sandbox, Snapshot,
-    Template,
+    CreateSandboxRequest, DirEntry, Fork, Lifecycle, LifecyclePatch, Network, NetworkRequest, PromoteReply,
+    PromoteRequest, Sandbox, Snapshot, Template,
 };
 use coppice_disk::DataDir;
 use coppice_engine::{Engine, GuestKernel};
 use coppice_image::Catalog;
+use coppice_net::dns::{Directory, DnsConfig, DnsProxy, TrackedSlots};
+use coppice_net::{NetError, Slots};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::admission::Admission;
-use crate::api::{ByteStream, ExecSpec, ExecStream, FileRead, ForkSpec, HostApi, HostInfo};
+use crate::api::{
+    ByteStream, DetectedPort, ExecSpec, ExecStream, FileRead, ForkSpec, Held, Holdings, HostApi, HostInfo,
+};
 use crate::entry::{AccessError, Entry};
 use crate::store::{Store, StoreError};
 use crate::{
-    HostError, create, exec, files, fork_disk, fork_tree, lifecycle, logs, promote, reaper, recovery, snapshots,
-    templates,
+    GuestStream, HostError, connect, create, exec, files, fork_disk, fork_tree, holdings, lifecycle, logs, network,
+    ports, promote, reaper, recovery, slots, snapshots, templates,
 };
 
 /// What a host needs.
@@ -34,6 +38,10 @@ pub struct HostConfig {
     pub data_dir: DataDir,
     /// What runs VMs.
     pub engine: Arc<dyn Engine>,
+    /// The network that sandboxes get their places on.
+    pub slots: Arc<dyn Slots>,
+    /// How the names that sandboxes ask for are resolved. None: not at all, nobody listens.
+    pub dns: Option<DnsConfig>,
     /// The templates.
     pub catalog: Catalog,
     /// Idle TTL of a sandbox that asks for none.
@@ -50,6 +58,12 @@ pub enum StartError {
     /// Its records.
     #[error("the host's records can't be used")]
     Store(#[from] StoreError),
+    /// VMs that nobody knows any more can't be ended.
+    #[error("VMs that an earlier run left can't be ended")]
+    Strays(#[from] coppice_engine::VmError),
+    /// Its network.
+    #[error("the sandboxes' network can't be used")]
+    Network(#[from] NetError),
     /// What a crash left can't be reclaimed.
     #[error("what an earlier run left in {path} can't be removed")]
     Reclaim {
@@ -66,6 +80,7 @@ pub enum StartError {
 pub(crate) struct Shared {
     pub data: DataDir,
     pub engine: Arc<dyn Engine>,
+    pub slots: Arc<dyn Slots>,
     pub catalog: Catalog,
     pub store: Store,
     pub admission: Admission,
@@ -82,6 +97,13 @@ impl Shared {
         let parsed: Uuid = id.parse().map_err(|_| not_found())?;
         let entry = self.entries.read().unwrap_or_else(PoisonError::into_inner).get(&parsed).cloned();
         entry.filter(|entry| entry.workspace == workspace).ok_or_else(not_found)
+    }
+
+    /// The workspace of the sandbox with this id.
+    pub(crate) fn owner(&self, id: &str) -> Result<String, AccessError> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        let entry = id.parse().ok().and_then(|id: Uuid| entries.get(&id));
+        entry.map(|entry| entry.workspace.clone()).ok_or_else(|| AccessError::NotFound(id.chars().take(64).collect()))
     }
 
     /// All sandboxes, oldest first.
@@ -137,10 +159,10 @@ impl Shared {
         self.drop_unreferenced_snapshots().await
     }
 
-    /// Removes fork snapshots that no sandbox refers to. VMs that still map one keep reading the unlinked file.
+    /// Removes snapshots of forks and hibernations that no sandbox refers to. VMs that still map one keep reading the unlinked file.
     pub(crate) async fn drop_unreferenced_snapshots(&self) -> Result<(), StoreError> {
-        for id in self.store.drop_unreferenced_fork_snapshots().await? {
-            debug!(snapshot = %id, "no sandbox refers to this fork snapshot any more");
+        for id in self.store.drop_unreferenced_snapshots().await? {
+            debug!(snapshot = %id, "no sandbox refers to this snapshot any more");
             remove_tree(self.snapshot_dir(id)).await;
         }
         Ok(())
@@ -156,11 +178,19 @@ pub(crate) async fn remove_tree(path: PathBuf) {
     }
 }
 
+/// Answers the names that guests ask for.
+async fn serve_dns(shared: &Shared, config: DnsConfig, policies: Arc<TrackedSlots>) -> Result<DnsProxy, NetError> {
+    let sockets = slots::call(shared, |slots| slots.dns_sockets()).await?;
+    DnsProxy::start(config, sockets, policies as Arc<dyn Directory>)
+        .map_err(|source| NetError::System { what: "answering the names that guests ask for".into(), source })
+}
+
 /// One host.
 #[derive(Debug)]
 pub struct Host {
     shared: Arc<Shared>,
     stop: CancellationToken,
+    dns: Mutex<Option<DnsProxy>>,
 }
 
 impl Host {
@@ -172,10 +202,13 @@ impl Host {
     /// shown as failed.
     pub async fn start(config: HostConfig) -> Result<Arc<Self>, StartError> {
         let store = Store::open(&config.data_dir.host_db()).await?;
+        // Everything that changes a slot goes through it: the DNS proxy must know the policies that are in force.
+        let slots = TrackedSlots::new(config.slots);
         let shared = Arc::new(Shared {
             admission: Admission::new(config.data_dir.root().to_owned(), config.max_sandboxes),
             data: config.data_dir,
             engine: config.engine,
+            slots: Arc::clone(&slots) as Arc<dyn Slots>,
             catalog: config.catalog,
             store,
             default_ttl: config.default_ttl,
@@ -183,15 +216,20 @@ impl Host {
             entries: RwLock::default(),
         });
         recovery::run(&shared).await?;
+        let dns = match config.dns {
+            Some(dns) => Some(serve_dns(&shared, dns, slots).await?),
+            None => None,
+        };
         templates::prune(&shared).await;
         let stop = CancellationToken::new();
         drop(tokio::spawn(reaper::run(Arc::clone(&shared), config.reap_interval, stop.clone())));
-        Ok(Arc::new(Self { shared, stop }))
+        Ok(Arc::new(Self { shared, stop, dns: Mutex::new(dns) }))
     }
 
     /// Stops looking after sandboxes and writes down when each was last used. Their VMs keep running.
     pub async fn stop(&self) {
         self.stop.cancel();
+        drop(self.dns.lock().unwrap_or_else(PoisonError::into_inner).take());
         reaper::save_last_used(&self.shared).await;
     }
 
@@ -221,6 +259,10 @@ impl HostApi for Host {
         }
     }
 
+    async fn observe(&self) {
+        slots::observe(&self.shared).await;
+    }
+
     async fn create(&self, workspace: &str, request: CreateSandboxRequest) -> Result<Sandbox, HostError> {
         Ok(create::create(&self.shared, workspace, request).await?)
     }
@@ -246,12 +288,28 @@ impl HostApi for Host {
         Ok(lifecycle::resume(&self.shared, workspace, id).await?)
     }
 
+    async fn hibernate(&self, workspace: &str, id: &str) -> Result<(), HostError> {
+        Ok(lifecycle::hibernate(&self.shared, workspace, id).await?)
+    }
+
+    async fn wake(&self, workspace: &str, id: &str) -> Result<(), HostError> {
+        Ok(lifecycle::wake(&self.shared, workspace, id).await?)
+    }
+
     async fn lifecycle(&self, workspace: &str, id: &str) -> Result<Lifecycle, HostError> {
         Ok(lifecycle::get(&self.shared, workspace, id)?)
     }
 
     async fn set_lifecycle(&self, workspace: &str, id: &str, patch: LifecyclePatch) -> Result<Lifecycle, HostError> {
         Ok(lifecycle::set(&self.shared, workspace, id, patch).await?)
+    }
+
+    async fn network(&self, workspace: &str, id: &str) -> Result<Network, HostError> {
+        Ok(network::get(&self.shared, workspace, id)?)
+    }
+
+    async fn set_network(&self, workspace: &str, id: &str, request: NetworkRequest) -> Result<Network, HostError> {
+        Ok(network::set(&self.shared, workspace, id, request).await?)
     }
 
     async fn exec(&self, workspace: &str, id: &str, spec: ExecSpec) -> Result<ExecStream, HostError> {
@@ -284,6 +342,18 @@ impl HostApi for Host {
 
     async fn follow_logs(&self, workspace: &str, id: &str) -> Result<ByteStream, HostError> {
         Ok(logs::follow(&self.shared, workspace, id).await?)
+    }
+
+    async fn ports(&self, workspace: &str, id: &str) -> Result<Vec<DetectedPort>, HostError> {
+        Ok(ports::list(&self.shared, workspace, id).await?)
+    }
+
+    async fn connect(&self, workspace: &str, id: &str, port: u16) -> Result<GuestStream, HostError> {
+        Ok(connect::connect(&self.shared, workspace, id, port).await?)
+    }
+
+    async fn owner(&self, id: &str) -> Result<String, HostError> {
+        Ok(self.shared.owner(id)?)
     }
 
     async fn snapshot(&self, workspace: &str, id: &str) -> Result<Snapshot, HostError> {
@@ -324,5 +394,17 @@ impl HostApi for Host {
 
     async fn delete_template(&self, _workspace: &str, name: &str) -> Result<(), HostError> {
         Ok(templates::delete(&self.shared, name).await?)
+    }
+
+    async fn delete_global_template(&self, name: &str) -> Result<(), HostError> {
+        Ok(templates::delete_global(&self.shared, name).await?)
+    }
+
+    async fn holdings(&self, workspace: &str) -> Result<Holdings, HostError> {
+        Ok(holdings::of(&self.shared, workspace).await?)
+    }
+
+    async fn size_of_new(&self, workspace: &str, request: &CreateSandboxRequest) -> Result<Held, HostError> {
+        Ok(holdings::of_new(&self.shared, workspace, request).await?)
     }
 }

@@ -9,19 +9,23 @@ use std::time::{Duration, Instant};
 
 use coppice_api::{BootBreakdown, ErrorClass, SandboxStatus};
 use coppice_disk::{CloneError, CloneKind, clone_file_async};
-use coppice_engine::{BootError, BootSpec, GuestError, GuestSession, Rebind, RestoreError, SessionError, Vm, VmPlace};
+use coppice_engine::{
+    BootError, BootSpec, GuestError, GuestSession, JailSlot, Nic, Rebind, RestoreError, SessionError, Vm, VmPlace,
+};
 use coppice_guest_proto::v1::{ForkIdentity, ResumeReason};
+use coppice_net::NetError;
 use coppice_snapshot::{MachineImage, MachineSpec};
 use tokio::task::JoinHandle;
 use tracing::{Instrument, debug, info_span, warn};
 use uuid::Uuid;
 
 use crate::Coded;
-use crate::actor::{Actor, Op, mailbox};
+use crate::actor::{Actor, Begin, Op, mailbox};
 use crate::entry::Entry;
 use crate::handshake;
 use crate::host::Shared;
 use crate::record::SandboxRecord;
+use crate::slots;
 use crate::store::StoreError;
 use crate::undo::Undo;
 
@@ -37,6 +41,16 @@ pub(crate) enum Origin {
     Image(Arc<MachineImage>),
     /// A disk to boot on.
     Disk { disk: PathBuf, machine: MachineSpec },
+}
+
+impl Origin {
+    /// The disk that the sandbox's own is a clone of.
+    pub(crate) fn disk(&self) -> PathBuf {
+        match self {
+            Self::Image(image) => image.disk_path(),
+            Self::Disk { disk, .. } => disk.clone(),
+        }
+    }
 }
 
 /// A sandbox to be started.
@@ -66,6 +80,9 @@ pub enum LaunchError {
     /// Its disk can't be cloned.
     #[error("the sandbox's disk can't be made")]
     Disk(#[from] CloneError),
+    /// It has no place on the network, or not one with the policy that it must have.
+    #[error("the sandbox can't be given a network")]
+    Network(#[from] NetError),
     /// The image did not come to life.
     #[error("the sandbox could not be restored")]
     Restore(#[from] RestoreError),
@@ -92,6 +109,8 @@ impl Coded for LaunchError {
             Self::Store(_) => "store_failed",
             Self::Directory(_) | Self::Disk(_) => "disk_failed",
             Self::NoSpace => "no_storage",
+            Self::Network(NetError::Exhausted { .. }) => "no_network_slot",
+            Self::Network(_) => "network_failed",
             Self::Restore(RestoreError::Image(_)) => "image_damaged",
             Self::Restore(RestoreError::Incompatible { .. }) => "image_incompatible",
             Self::Restore(_) => "restore_failed",
@@ -104,7 +123,7 @@ impl Coded for LaunchError {
 
     fn class(&self) -> ErrorClass {
         match self {
-            Self::NoSpace => ErrorClass::Capacity,
+            Self::NoSpace | Self::Network(NetError::Exhausted { .. }) => ErrorClass::Capacity,
             _ => ErrorClass::Internal,
         }
     }
@@ -112,6 +131,9 @@ impl Coded for LaunchError {
     fn hint(&self) -> Option<String> {
         match self {
             Self::NoSpace => Some("delete sandboxes or snapshots, or give the data directory a larger disk".into()),
+            Self::Network(NetError::Exhausted { .. }) => Some(
+                "delete sandboxes that are no longer needed, or raise the limit of `coppice up --max-sandboxes`".into(),
+            ),
             Self::Restore(RestoreError::Image(_)) => {
                 Some("`coppice template build` makes a damaged template again".into())
             }
@@ -176,6 +198,12 @@ async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<
     let mut boot = BootBreakdown::default();
     let since = Instant::now();
 
+    // Before the record, which names it. One that no record names is reclaimed at the next start.
+    let slot = slots::take(shared, &record.egress).await?;
+    let (give_back, index) = (Arc::clone(shared), slot.index);
+    undo.push("network slot", async move { slots::put(&give_back, index).await });
+    record.network = Some(slots::record(&slot, &record.egress));
+
     let forget = Arc::clone(shared);
     undo.push("record and files", async move {
         if let Err(e) = forget.forget(id).await {
@@ -188,7 +216,8 @@ async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<
     boot.prepare = millis(since.elapsed());
 
     let since = Instant::now();
-    let vm = start_vm(shared, &origin, place).await?;
+    let nic = Nic { tap: slot.tap, mac: slot.mac };
+    let vm = start_vm(shared, &origin, place, (nic, JailSlot { index })).await?;
     let kill = Arc::clone(&vm);
     undo.push("vm", async move {
         if let Err(e) = kill.kill().await {
@@ -214,7 +243,7 @@ async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<
     let (sender, receiver) = mailbox();
     let entry = Entry::new(record, Some(session), sender);
     shared.insert(Arc::clone(&entry));
-    Actor::spawn(Arc::clone(shared), Arc::clone(&entry), vm, receiver);
+    Actor::spawn(Arc::clone(shared), Arc::clone(&entry), vm, receiver, Begin::AsItIs);
     Ok(Launched { entry: Some(entry) })
 }
 
@@ -227,12 +256,8 @@ async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Result<VmPlac
             _ => LaunchError::Directory(source),
         })?;
     }
-    let from = match origin {
-        Origin::Image(image) => image.disk_path(),
-        Origin::Disk { disk, .. } => disk.clone(),
-    };
     let disk = dir.join(coppice_snapshot::DISK_FILE);
-    let kind = clone_file_async(from, disk.clone()).await.map_err(|e| match e {
+    let kind = clone_file_async(origin.disk(), disk.clone()).await.map_err(|e| match e {
         CloneError::NoSpace { .. } => LaunchError::NoSpace,
         e => LaunchError::Disk(e),
     })?;
@@ -242,21 +267,26 @@ async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Result<VmPlac
     Ok(VmPlace { id, run_dir, disk, console_log: dir.join("console.log") })
 }
 
-async fn start_vm(shared: &Shared, origin: &Origin, place: VmPlace) -> Result<Arc<dyn Vm>, LaunchError> {
+pub(crate) async fn start_vm(
+    shared: &Shared,
+    origin: &Origin,
+    place: VmPlace,
+    (nic, jail): (Nic, JailSlot),
+) -> Result<Arc<dyn Vm>, LaunchError> {
     match origin {
         Origin::Image(image) => {
             let kernel = shared.guest_kernel(&image.manifest().machine);
-            Ok(shared.engine.restore(image, Rebind { place, kernel }).await?)
+            Ok(shared.engine.restore(image, Rebind { place, kernel, nic, jail }).await?)
         }
         Origin::Disk { machine, .. } => {
             let kernel = shared.guest_kernel(machine);
-            Ok(shared.engine.boot(BootSpec { place, machine: machine.clone(), kernel }).await?)
+            Ok(shared.engine.boot(BootSpec { place, machine: machine.clone(), kernel, nic, jail }).await?)
         }
     }
 }
 
 /// Fail closed: no answer, no sandbox.
-async fn acknowledge(
+pub(crate) async fn acknowledge(
     vm: &Arc<dyn Vm>,
     record: &SandboxRecord,
     origin: &Origin,

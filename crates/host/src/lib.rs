@@ -6,9 +6,10 @@
 //! | `host` | what operations share; start and stop |
 //! | `entry`, `actor` | one sandbox: its record and session; the one who changes its machine |
 //! | `launch` | from an image or a disk to a sandbox whose guest has acknowledged |
-//! | `create`, `fork_tree`, `fork_disk`, `promote`, `snapshots`, `lifecycle` | one operation each |
-//! | `exec`, `files`, `logs` | what goes past the actor, any number at once |
+//! | `create`, `fork_tree`, `fork_disk`, `promote`, `snapshots`, `hibernate`, `wake`, `lifecycle`, `network` | one operation each |
+//! | `exec`, `files`, `logs`, `ports`, `connect` | what goes past the actor, any number at once |
 //! | `admission`, `reaper`, `recovery`, `undo` | refuse in time, end in time, nothing half-made |
+//! | `holdings` | what of a workspace counts for its quotas |
 //! | `record`, `store` | what is written down |
 //!
 //! It does not parse HTTP, know tokens or place sandboxes on other hosts (control), run VMs (engine) or make templates
@@ -18,6 +19,7 @@
 mod actor;
 mod admission;
 mod api;
+mod connect;
 mod create;
 mod dead_vm;
 mod entry;
@@ -29,20 +31,31 @@ mod fork_disk;
 mod fork_tree;
 mod guest_error;
 mod handshake;
+mod hibernate;
+mod hold;
+mod holdings;
 mod host;
 mod launch;
 mod lifecycle;
 mod logs;
+mod network;
+mod ports;
 mod promote;
 mod reaper;
 mod record;
 mod recovery;
+mod slots;
 mod snapshots;
 mod store;
 mod templates;
 mod undo;
+mod wake;
 
-pub use api::{ByteStream, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec, HostApi, HostInfo};
+pub use api::{
+    ByteStream, DetectedPort, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec, Held, Holdings, HostApi,
+    HostInfo,
+};
+pub use connect::GuestStream;
 pub use error::{Coded, HostError};
 pub use host::{Host, HostConfig, StartError};
 pub use store::StoreError;

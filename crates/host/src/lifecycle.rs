@@ -1,4 +1,4 @@
-//! Delete, pause, resume, and the TTL of a sandbox.
+//! Delete, pause, resume, hibernate, wake, and the TTL of a sandbox.
 
 use std::sync::Arc;
 
@@ -57,7 +57,20 @@ pub(crate) async fn pause(shared: &Arc<Shared>, workspace: &str, id: &str) -> Re
 pub(crate) async fn resume(shared: &Arc<Shared>, workspace: &str, id: &str) -> Result<(), OpError> {
     let entry = shared.entry(workspace, id)?;
     entry.touch();
+    entry.awake().await?;
     entry.ask(Op::Resume).await
+}
+
+pub(crate) async fn hibernate(shared: &Arc<Shared>, workspace: &str, id: &str) -> Result<(), OpError> {
+    let entry = shared.entry(workspace, id)?;
+    entry.touch();
+    entry.ask(Op::Hibernate).await
+}
+
+pub(crate) async fn wake(shared: &Arc<Shared>, workspace: &str, id: &str) -> Result<(), AccessError> {
+    let entry = shared.entry(workspace, id)?;
+    entry.touch();
+    entry.ask(Op::Wake).await
 }
 
 pub(crate) fn get(shared: &Shared, workspace: &str, id: &str) -> Result<Lifecycle, AccessError> {
@@ -92,6 +105,6 @@ pub(crate) async fn set(
             record.persistent = persistent;
         }
     });
-    shared.store.update_sandbox(&record).await?;
+    shared.store.put_lifecycle(&record).await?;
     Ok(show(&entry))
 }

@@ -107,7 +107,7 @@ async fn settle(shared: &Shared, winner: &Entry) -> Result<(), StoreError> {
             lineage.role = ForkRole::Promoted;
         }
     });
-    shared.store.update_sandbox(&record).await
+    shared.store.put_lifecycle(&record).await
 }
 
 /// Only children of the same fork and workspace, and only those that were not promoted themselves.

@@ -5,8 +5,11 @@ use std::time::Duration;
 
 use coppice_api::{BootBreakdown, BootMode, Sandbox, SandboxStatus, Snapshot};
 use coppice_engine::VmRecord;
+use coppice_net::{Egress, SlotRecord};
 use jiff::Timestamp;
 use uuid::Uuid;
+
+use crate::network;
 
 /// Whether a sandbox may go from one status to another. Every change of status is checked against this table.
 pub(crate) fn may_become(from: SandboxStatus, to: SandboxStatus) -> bool {
@@ -29,6 +32,8 @@ pub(crate) struct Lineage {
     pub tree_id: Uuid,
     pub parent_id: Uuid,
     pub index: u32,
+    /// How many children the fork was to have.
+    pub count: u32,
     pub role: ForkRole,
 }
 
@@ -60,6 +65,7 @@ pub(crate) struct SandboxRecord {
     pub error: Option<String>,
     pub metadata: BTreeMap<String, String>,
     pub from_snapshot: Option<Uuid>,
+    /// What its machine was restored from and what holds it while it hibernates.
     pub image: Option<Uuid>,
     pub boot_mode: BootMode,
     pub boot_ms: u64,
@@ -70,6 +76,10 @@ pub(crate) struct SandboxRecord {
     pub settled_ttl_seconds: u64,
     pub last_used_at: Timestamp,
     pub lineage: Option<Lineage>,
+    /// What it may reach.
+    pub egress: Egress,
+    /// Its place on the network; none before it has one and after its machine is gone.
+    pub network: Option<SlotRecord>,
     pub vm: Option<VmRecord>,
 }
 
@@ -90,7 +100,8 @@ impl SandboxRecord {
             cpu: self.cpus,
             memory_mb: self.memory_mib,
             status: self.status,
-            guest_ip: String::new(),
+            guest_ip: self.network.as_ref().map(|slot| slot.address.to_string()).unwrap_or_default(),
+            network: network::show(&self.egress),
             metadata,
             from_snapshot: self.from_snapshot.map(|id| id.to_string()),
             boot_ms: self.boot_ms,
@@ -103,9 +114,18 @@ impl SandboxRecord {
         }
     }
 
-    /// When it has been idle for its TTL, given when it was last used. None for one that is never reaped.
+    /// Changes what it may reach, here and in what is recorded of its slot.
+    pub(crate) fn set_egress(&mut self, egress: &Egress) {
+        self.egress.clone_from(egress);
+        if let Some(slot) = &mut self.network {
+            slot.egress.clone_from(egress);
+        }
+    }
+
+    /// When it has been idle for its TTL, given when it was last used. None for one that is never reaped, or not as it is.
     pub(crate) fn expires_at(&self, last_used: Timestamp) -> Option<Timestamp> {
-        if self.persistent {
+        // Who hibernated a sandbox means to come back to it; its time goes on with its machine.
+        if self.persistent || self.status == SandboxStatus::Hibernated {
             return None;
         }
         last_used.checked_add(Duration::from_secs(self.ttl_seconds)).ok()
@@ -119,6 +139,8 @@ pub(crate) enum SnapshotKind {
     Kept,
     /// Made for a fork: until no sandbox refers to it.
     Fork,
+    /// Holds a hibernated sandbox: until that wakes or is deleted.
+    Hibernation,
 }
 
 impl SnapshotKind {
@@ -126,6 +148,7 @@ impl SnapshotKind {
         match self {
             Self::Kept => "kept",
             Self::Fork => "fork",
+            Self::Hibernation => "hibernation",
         }
     }
 }

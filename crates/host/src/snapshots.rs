@@ -84,9 +84,10 @@ pub(crate) async fn create(shared: &Arc<Shared>, workspace: &str, id: &str) -> R
     let shared = Arc::clone(shared);
     let made = tokio::spawn(async move {
         let _in_use = in_use;
+        entry.awake().await?;
         let snapshot = Uuid::new_v4();
         let image = PendingImage::create(&shared.snapshot_dir(snapshot))?;
-        let plan = CapturePlan { image, id: snapshot, durable: true };
+        let plan = CapturePlan { image, id: snapshot, durable: true, hold: None };
         let captured = entry.ask(|reply| Op::Capture(Box::new(plan), reply)).await?;
         let sandbox = entry.record();
         let record = SnapshotRecord {
@@ -118,6 +119,8 @@ pub(crate) async fn get(shared: &Shared, workspace: &str, id: &str) -> Result<Sn
     let not_found = || SnapshotError::NotFound(id.chars().take(64).collect());
     let parsed: Uuid = id.parse().map_err(|_| not_found())?;
     let found = shared.store.snapshot(parsed).await?;
+    // What holds a hibernated sandbox is that sandbox, and no snapshot to anyone else.
+    let found = found.filter(|snapshot| snapshot.kind != SnapshotKind::Hibernation);
     found.filter(|snapshot| snapshot.workspace == workspace).ok_or_else(not_found)
 }
 

@@ -12,9 +12,10 @@ use jiff::Timestamp;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sqlx::sqlite::{
-    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteRow, SqliteSynchronous,
+    SqliteConnectOptions, SqliteExecutor, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteRow,
+    SqliteSynchronous,
 };
-use sqlx::{Row, query};
+use sqlx::{Connection as _, Row, query};
 use uuid::Uuid;
 
 use crate::record::{ForkRole, Lineage, SandboxRecord, SnapshotKind, SnapshotRecord};
@@ -83,35 +84,39 @@ impl Store {
     /// Records the intent to make a sandbox.
     pub(crate) async fn insert_sandbox(&self, r: &SandboxRecord) -> Result<(), StoreError> {
         bounded(
-query(
-            "INSERT INTO sandboxes (id, workspace, template, cpus, memory_mib, status, error, metadata, \
+            query(
+                "INSERT INTO sandboxes (id, workspace, template, cpus, memory_mib, status, error, metadata, \
                  from_snapshot, image, boot_mode, boot_ms, boot, created_at, persistent, ttl_seconds, \
-                 settled_ttl_seconds, last_used_at, tree_id, parent_id, fork_index, fork_role, vm) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-        )
-        .bind(r.id.to_string())
-        .bind(&r.workspace)
-        .bind(&r.template)
-        .bind(r.cpus)
-        .bind(r.memory_mib)
-        .bind(to_word(&r.status)?)
-        .bind(&r.error)
-        .bind(serde_json::to_string(&r.metadata)?)
-        .bind(r.from_snapshot.map(|id| id.to_string()))
-        .bind(r.image.map(|id| id.to_string()))
-        .bind(to_word(&r.boot_mode)?)
-        .bind(signed(r.boot_ms))
-        .bind(r.boot.map(|b| serde_json::to_string(&b)).transpose()?)
-        .bind(r.created_at.to_string())
-        .bind(r.persistent)
-        .bind(signed(r.ttl_seconds))
-        .bind(signed(r.settled_ttl_seconds))
-        .bind(r.last_used_at.to_string())
-        .bind(r.lineage.as_ref().map(|l| l.tree_id.to_string()))
-        .bind(r.lineage.as_ref().map(|l| l.parent_id.to_string()))
-        .bind(r.lineage.as_ref().map(|l| l.index))
-        .bind(r.lineage.as_ref().map(|l| l.role.as_str()))
-        .bind(r.vm.as_ref().map(serde_json::to_string).transpose()?)
-        .execute(&self.pool),
+                 settled_ttl_seconds, last_used_at, tree_id, parent_id, fork_index, fork_count, fork_role, vm, egress, \
+                 network) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+            )
+            .bind(r.id.to_string())
+            .bind(&r.workspace)
+            .bind(&r.template)
+            .bind(r.cpus)
+            .bind(r.memory_mib)
+            .bind(to_word(&r.status)?)
+            .bind(&r.error)
+            .bind(serde_json::to_string(&r.metadata)?)
+            .bind(r.from_snapshot.map(|id| id.to_string()))
+            .bind(r.image.map(|id| id.to_string()))
+            .bind(to_word(&r.boot_mode)?)
+            .bind(signed(r.boot_ms))
+            .bind(r.boot.map(|b| serde_json::to_string(&b)).transpose()?)
+            .bind(r.created_at.to_string())
+            .bind(r.persistent)
+            .bind(signed(r.ttl_seconds))
+            .bind(signed(r.settled_ttl_seconds))
+            .bind(r.last_used_at.to_string())
+            .bind(r.lineage.as_ref().map(|l| l.tree_id.to_string()))
+            .bind(r.lineage.as_ref().map(|l| l.parent_id.to_string()))
+            .bind(r.lineage.as_ref().map(|l| l.index))
+            .bind(r.lineage.as_ref().map(|l| l.count))
+            .bind(r.lineage.as_ref().map(|l| l.role.as_str()))
+            .bind(r.vm.as_ref().map(serde_json::to_string).transpose()?)
+            .bind(serde_json::to_string(&r.egress)?)
+            .bind(r.network.as_ref().map(serde_json::to_string).transpose()?)
+            .execute(&self.pool),
         )
         .await?;
         Ok(())
@@ -138,6 +143,20 @@ query(
             .bind(r.vm.as_ref().map(serde_json::to_string).transpose()?)
             .bind(r.id.to_string())
             .execute(&self.pool),
+        )
+        .await?;
+        Ok(())
+    }
+
+    /// Writes down what it may reach and its slot. Apart from everything else, and by its actor only: a change of something
+    /// else that is written late must not bring an earlier policy back.
+    pub(crate) async fn put_network(&self, r: &SandboxRecord) -> Result<(), StoreError> {
+        bounded(
+            query("UPDATE sandboxes SET egress=?, network=? WHERE id=?")
+                .bind(serde_json::to_string(&r.egress)?)
+                .bind(r.network.as_ref().map(serde_json::to_string).transpose()?)
+                .bind(r.id.to_string())
+                .execute(&self.pool),
         )
         .await?;
         Ok(())
@@ -170,22 +189,65 @@ query(
     }
 
     pub(crate) async fn put_snapshot(&self, s: &SnapshotRecord) -> Result<(), StoreError> {
+        bounded(insert_snapshot(&self.pool, s)).await
+    }
+
+    /// What a client may change of a sandbox at any time: TTL, metadata, its part in a fork. Apart from what the actor
+    /// writes: a change that is written late must not bring back a machine that is gone.
+    pub(crate) async fn put_lifecycle(&self, r: &SandboxRecord) -> Result<(), StoreError> {
         bounded(
             query(
-                "INSERT INTO snapshots (id, workspace, sandbox_id, template, kind, size_bytes, created_at) \
-             VALUES (?,?,?,?,?,?,?)",
+                "UPDATE sandboxes SET metadata=?, persistent=?, ttl_seconds=?, settled_ttl_seconds=?, last_used_at=?, \
+                 fork_role=? WHERE id=?",
             )
-            .bind(s.id.to_string())
-            .bind(&s.workspace)
-            .bind(s.sandbox_id.to_string())
-            .bind(&s.template)
-            .bind(s.kind.as_str())
-            .bind(signed(s.size_bytes))
-            .bind(s.created_at.to_string())
+            .bind(serde_json::to_string(&r.metadata)?)
+            .bind(r.persistent)
+            .bind(signed(r.ttl_seconds))
+            .bind(signed(r.settled_ttl_seconds))
+            .bind(r.last_used_at.to_string())
+            .bind(r.lineage.as_ref().map(|l| l.role.as_str()))
+            .bind(r.id.to_string())
             .execute(&self.pool),
         )
         .await?;
         Ok(())
+    }
+
+    /// Where a sandbox is from now on: in a machine, or in an image, which is recorded with it. One transaction, and on the
+    /// disk when this answers, as a crash of the host must not bring back what was before: a machine that was ended, or an
+    /// image that was woken.
+    pub(crate) async fn put_whereabouts(
+        &self,
+        r: &SandboxRecord,
+        image: Option<&SnapshotRecord>,
+    ) -> Result<(), StoreError> {
+        let (status, vm) = (to_word(&r.status)?, r.vm.as_ref().map(serde_json::to_string).transpose()?);
+        let network = r.network.as_ref().map(serde_json::to_string).transpose()?;
+        let moved = async {
+            let mut connection = self.pool.acquire().await?;
+            query("PRAGMA synchronous = FULL").execute(&mut *connection).await?;
+            let done = async {
+                let mut transaction = connection.begin().await?;
+                if let Some(image) = image {
+                    insert_snapshot(&mut *transaction, image).await?;
+                }
+                query("UPDATE sandboxes SET status=?, error=?, image=?, vm=?, network=?, last_used_at=? WHERE id=?")
+                    .bind(status)
+                    .bind(&r.error)
+                    .bind(r.image.map(|id| id.to_string()))
+                    .bind(vm)
+                    .bind(network)
+                    .bind(r.last_used_at.to_string())
+                    .bind(r.id.to_string())
+                    .execute(&mut *transaction)
+                    .await?;
+                transaction.commit().await
+            };
+            let done = done.await;
+            query("PRAGMA synchronous = NORMAL").execute(&mut *connection).await?;
+            done
+        };
+        bounded(moved).await
     }
 
     pub(crate) async fn snapshot(&self, id: Uuid) -> Result<Option<SnapshotRecord>, StoreError> {
@@ -206,11 +268,11 @@ query(
         Ok(())
     }
 
-    /// Removes the rows of fork snapshots that no sandbox refers to, and answers their ids.
-    pub(crate) async fn drop_unreferenced_fork_snapshots(&self) -> Result<Vec<Uuid>, StoreError> {
+    /// Removes the rows of snapshots that no client keeps and no sandbox refers to, and answers their ids.
+    pub(crate) async fn drop_unreferenced_snapshots(&self) -> Result<Vec<Uuid>, StoreError> {
         let rows = bounded(
             query(
-                "DELETE FROM snapshots WHERE kind = 'fork' AND NOT EXISTS \
+                "DELETE FROM snapshots WHERE kind IN ('fork', 'hibernation') AND NOT EXISTS \
              (SELECT 1 FROM sandboxes WHERE sandboxes.image = snapshots.id) RETURNING id",
             )
             .fetch_all(&self.pool),
@@ -218,6 +280,24 @@ query(
         .await?;
         rows.iter().map(|row| parse(row, "id")).collect()
     }
+}
+
+async fn insert_snapshot(to: impl SqliteExecutor<'_>, s: &SnapshotRecord) -> Result<(), sqlx::Error> {
+    // An image may be recorded again when what followed could not be.
+    query(
+        "INSERT OR REPLACE INTO snapshots (id, workspace, sandbox_id, template, kind, size_bytes, created_at) \
+         VALUES (?,?,?,?,?,?,?)",
+    )
+    .bind(s.id.to_string())
+    .bind(&s.workspace)
+    .bind(s.sandbox_id.to_string())
+    .bind(&s.template)
+    .bind(s.kind.as_str())
+    .bind(signed(s.size_bytes))
+    .bind(s.created_at.to_string())
+    .execute(to)
+    .await?;
+    Ok(())
 }
 
 /// A disk that is stuck must not make callers wait for ever.
@@ -272,7 +352,10 @@ fn lineage_from_row(row: &SqliteRow) -> Result<Option<Lineage>, StoreError> {
         "promoted" => ForkRole::Promoted,
         _ => return Err(unusable(row, "fork_role", role)),
     };
-    Ok(Some(Lineage { tree_id, parent_id: parse(row, "parent_id")?, index: row.try_get("fork_index")?, role }))
+    let index: u32 = row.try_get("fork_index")?;
+    // Older rows don't say; there were so many at least.
+    let count = row.try_get::<Option<u32>, _>("fork_count")?.unwrap_or(index.saturating_add(1));
+    Ok(Some(Lineage { tree_id, parent_id: parse(row, "parent_id")?, index, count, role }))
 }
 
 fn sandbox_from_row(row: &SqliteRow) -> Result<SandboxRecord, StoreError> {
@@ -296,6 +379,8 @@ fn sandbox_from_row(row: &SqliteRow) -> Result<SandboxRecord, StoreError> {
         settled_ttl_seconds: unsigned(row, "settled_ttl_seconds")?,
         last_used_at: parse(row, "last_used_at")?,
         lineage: lineage_from_row(row)?,
+        egress: json_opt(row, "egress")?.unwrap_or_default(),
+        network: json_opt(row, "network")?,
         vm: json_opt(row, "vm")?,
     })
 }
@@ -310,6 +395,7 @@ fn snapshot_from_row(row: &SqliteRow) -> Result<SnapshotRecord, StoreError> {
         kind: match kind.as_str() {
             "kept" => SnapshotKind::Kept,
             "fork" => SnapshotKind::Fork,
+            "hibernation" => SnapshotKind::Hibernation,
             _ => return Err(unusable(row, "kind", kind)),
         },
         size_bytes: unsigned(row, "size_bytes")?,
@@ -319,6 +405,8 @@ fn snapshot_from_row(row: &SqliteRow) -> Result<SnapshotRecord, StoreError> {
 
 #[cfg(test)]
 mod tests {
+    use coppice_net::{Egress, SlotRecord};
+
     use super::*;
 
     fn sandbox(image: Option<Uuid>) -> SandboxRecord {
@@ -346,8 +434,11 @@ mod tests {
                 tree_id: Uuid::new_v4(),
                 parent_id: Uuid::new_v4(),
                 index: 3,
+                count: 4,
                 role: ForkRole::Child,
             }),
+            egress: Egress::Open,
+            network: None,
             vm: None,
         }
     }
@@ -362,8 +453,12 @@ mod tests {
             store.insert_sandbox(&record).await.unwrap();
             record.status = SandboxStatus::Running;
             record.boot_ms = 123;
+            record.egress = Egress::Allow(vec!["example.org:443".parse().unwrap()]);
+            let (address, mac) = (coppice_net::address_of(7).unwrap(), [2, 0x63, 1, 2, 3, 4]);
+            record.network = Some(SlotRecord { index: 7, mac, address, egress: record.egress.clone() });
             record.lineage.as_mut().unwrap().role = ForkRole::Promoted;
             store.update_sandbox(&record).await.unwrap();
+            store.put_network(&record).await.unwrap();
         }
         let store = Store::open(&path).await.unwrap();
         let found = store.sandboxes().await.unwrap();
@@ -371,7 +466,12 @@ mod tests {
         let found = &found[0];
         assert_eq!((found.id, found.status, found.boot_ms), (record.id, SandboxStatus::Running, 123));
         assert_eq!((&found.metadata, &found.lineage), (&record.metadata, &record.lineage));
+        assert_eq!((&found.egress, &found.network), (&record.egress, &record.network));
         assert_eq!((found.created_at, found.image), (record.created_at, record.image));
+        // What is written with an older policy at hand does not bring it back.
+        let stale = SandboxRecord { egress: Egress::Open, network: None, ..record.clone() };
+        store.update_sandbox(&stale).await.unwrap();
+        assert_eq!(store.sandboxes().await.unwrap()[0].egress, record.egress);
         let later = Timestamp::now();
         store.put_last_used(&[(record.id, later)]).await.unwrap();
         assert_eq!(store.sandboxes().await.unwrap()[0].last_used_at, later);
@@ -395,11 +495,11 @@ mod tests {
         store.put_snapshot(&fork).await.unwrap();
         store.put_snapshot(&kept).await.unwrap();
         store.insert_sandbox(&child).await.unwrap();
-        assert!(store.drop_unreferenced_fork_snapshots().await.unwrap().is_empty());
+        assert!(store.drop_unreferenced_snapshots().await.unwrap().is_empty());
         store.delete_sandbox(child.id).await.unwrap();
         store.update_sandbox(&child).await.unwrap();
         assert!(store.sandboxes().await.unwrap().is_empty(), "a late update must not bring back a deleted sandbox");
-        assert_eq!(store.drop_unreferenced_fork_snapshots().await.unwrap(), vec![fork.id]);
+        assert_eq!(store.drop_unreferenced_snapshots().await.unwrap(), vec![fork.id]);
         assert!(store.snapshot(fork.id).await.unwrap().is_none());
         assert!(store.snapshot(kept.id).await.unwrap().is_some());
     }

@@ -70,7 +70,9 @@ impl Coded for TemplateError {
         match self {
             Self::NotFound { known, .. } if known == NONE => Some("`coppice template build` makes templates".into()),
             Self::NotFound { .. } => Some("`coppice template list` shows what there is".into()),
-            Self::Global(_) => Some("the host's operator does, with `coppice template delete`".into()),
+            Self::Global(_) => {
+                Some("an admin does: DELETE with `?global=true`, or `coppice template delete` on the host".into())
+            }
             Self::Broken { name, .. } => Some(format!("`coppice template build {name}` makes it anew")),
             _ => None,
         }
@@ -169,13 +171,21 @@ pub async fn delete_template(data: &DataDir, name: &str) -> Result<(), HostError
     let records = Store::open(&data.host_db()).await?.sandboxes().await?;
     let in_use: HashSet<String> = records.iter().filter_map(generation).collect();
     let (catalog, name) = (coppice_image::Catalog::new(data.clone()), name.to_owned());
-    let deleted = tokio::task::spawn_blocking(move || {
-        catalog.delete(&name, &in_use).map_err(|error| match error {
-            CatalogError::NotFound { .. } => not_found(&catalog, &name),
-            source => TemplateError::Broken { name, source: Box::new(source) },
-        })
-    });
+    let deleted = tokio::task::spawn_blocking(move || remove(&catalog, name, &in_use));
     Ok(deleted.await.map_err(|_| TemplateError::Interrupted)??)
+}
+
+/// The same, asked for by an admin through the API.
+pub(crate) async fn delete_global(shared: &Shared, name: &str) -> Result<(), TemplateError> {
+    let (name, in_use) = (get(shared, name).await?.name, generations_in_use(shared));
+    ask(shared, move |catalog| remove(catalog, name, &in_use)).await
+}
+
+fn remove(catalog: &coppice_image::Catalog, name: String, in_use: &HashSet<String>) -> Result<(), TemplateError> {
+    catalog.delete(&name, in_use).map_err(|error| match error {
+        CatalogError::NotFound { .. } => not_found(catalog, &name),
+        source => TemplateError::Broken { name, source: Box::new(source) },
+    })
 }
 
 /// `GEN` of `templates/NAME/GEN/snapshot/memory`.

@@ -1,29 +1,40 @@
 //! A host whose machines are fakes: everything that can go wrong with a machine, wrong on command.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod hibernate;
+
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use coppice_api::{CreateSandboxRequest, ErrorClass, Fork, PromoteRequest, Sandbox, SandboxStatus};
+use coppice_api::{
+    CreateSandboxRequest, EgressPolicy, ErrorClass, Fork, LifecyclePatch, NetworkRequest, PromoteRequest, Sandbox,
+    SandboxStatus,
+};
 use coppice_disk::DataDir;
 use coppice_engine::{BootSpec, CapturePlan, Engine, VmPlace};
 use coppice_guest_proto::v1::ResumeReason;
 use coppice_host::{ForkSpec, Host, HostApi, HostConfig, HostError};
 use coppice_image::Catalog;
 use coppice_image::catalog::TemplateInfo;
+use coppice_net::dns::DnsConfig;
+use coppice_net::{Egress, Slots};
 use coppice_snapshot::{MachineSpec, PendingImage, digest_sparse_file};
 use coppice_testkit::fake_engine::FakeEngine;
+use coppice_testkit::fake_slots::FakeSlots;
 use coppice_testkit::handshake;
 use futures::StreamExt;
+use tokio::net::UdpSocket;
 use uuid::Uuid;
 
 const W: &str = "default";
 
 struct World {
     engine: Arc<FakeEngine>,
+    slots: Arc<FakeSlots>,
     data: DataDir,
     host: Arc<Host>,
     dir: tempfile::TempDir,
@@ -43,14 +54,26 @@ async fn world() -> World {
     std::fs::write(kernel.join("vmlinuz"), "k").unwrap();
     std::fs::write(kernel.join("initramfs-i1"), "i").unwrap();
     bake(&data, engine.as_ref(), dir.path()).await;
-    let host = start(&data, &engine).await;
-    World { engine, data, host, dir }
+    let slots = Arc::new(FakeSlots::new(64));
+    let host = start(&data, &engine, &slots).await;
+    World { engine, slots, data, host, dir }
 }
 
-async fn start(data: &DataDir, engine: &Arc<FakeEngine>) -> Arc<Host> {
+async fn start(data: &DataDir, engine: &Arc<FakeEngine>, slots: &Arc<FakeSlots>) -> Arc<Host> {
+    start_with_dns(data, engine, slots, None).await
+}
+
+async fn start_with_dns(
+    data: &DataDir,
+    engine: &Arc<FakeEngine>,
+    slots: &Arc<FakeSlots>,
+    dns: Option<DnsConfig>,
+) -> Arc<Host> {
     let config = HostConfig {
         data_dir: data.clone(),
         engine: Arc::clone(engine) as Arc<dyn Engine>,
+        slots: Arc::clone(slots) as Arc<dyn Slots>,
+        dns,
         catalog: Catalog::new(data.clone()),
         default_ttl: Duration::from_secs(600),
         max_sandboxes: 64,
@@ -70,12 +93,21 @@ async fn bake(data: &DataDir, engine: &FakeEngine, scratch: &Path) {
     std::fs::write(&disk, "").unwrap();
     let place = VmPlace { id: Uuid::new_v4(), run_dir, disk, console_log: scratch.join("bake.log") };
     let kernel = coppice_image::guest_kernel(data, "k1", "i1").unwrap();
-    let vm = engine.boot(BootSpec { place, machine: machine(), kernel }).await.unwrap();
+    let vm = engine
+        .boot(BootSpec {
+            place,
+            machine: machine(),
+            kernel,
+            nic: coppice_testkit::fake_engine::nic(),
+            jail: coppice_engine::JailSlot::unslotted(),
+        })
+        .await
+        .unwrap();
     let deadline = std::time::Instant::now() + Duration::from_secs(5);
     let session = vm.open_session(deadline).await.unwrap();
     session.resume(handshake::request(ResumeReason::Bake), deadline).await.unwrap();
     let image = PendingImage::create(&generation.join("snapshot")).unwrap();
-    vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: true }).await.unwrap();
+    vm.capture(CapturePlan { image, id: Uuid::new_v4(), durable: true, hold: None }).await.unwrap();
     vm.kill().await.unwrap();
     let info = TemplateInfo {
         name: "base".into(),
@@ -137,7 +169,8 @@ impl World {
         loop {
             let seen = (self.ids().await, names(&self.data.sandboxes_dir()), names(&self.data.run_dir()));
             let all = seen == (expected.clone(), expected.clone(), expected.clone());
-            if all && self.engine.alive().len() == expected.len() {
+            let machines = self.engine.alive().len() == expected.len();
+            if all && machines && self.slots.taken().len() == expected.len() {
                 return;
             }
             assert!(std::time::Instant::now() < deadline, "{seen:?}, {:?}, not {expected:?}", self.engine.alive());
@@ -149,10 +182,36 @@ impl World {
         names(&self.data.snapshots_dir())
     }
 
+    /// The same with names that are asked of this resolver.
+    async fn with_dns(self, resolver: SocketAddr) -> Self {
+        self.host.stop().await;
+        let dns = Some(DnsConfig::new(vec![resolver]));
+        let host = start_with_dns(&self.data, &self.engine, &self.slots, dns).await;
+        Self { host, ..self }
+    }
+
+    /// What a guest is told when it asks for the address of a name: code and address.
+    async fn resolve(&self, guest: &Sandbox, name: &str) -> (u8, Option<[u8; 4]>) {
+        // See FakeSlots: a loopback address stands for the guest's.
+        let own: Ipv4Addr = guest.guest_ip.replacen("10.", "127.", 1).parse().unwrap();
+        let socket = UdpSocket::bind((own, 0)).await.unwrap();
+        let mut question = vec![0, 7, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+        for label in name.split('.') {
+            question.push(u8::try_from(label.len()).unwrap());
+            question.extend_from_slice(label.as_bytes());
+        }
+        question.extend_from_slice(&[0, 0, 1, 0, 1]);
+        socket.send_to(&question, self.slots.dns_address().unwrap()).await.unwrap();
+        let mut reply = [0; 512];
+        let length = tokio::time::timeout(Duration::from_secs(20), socket.recv(&mut reply)).await.unwrap().unwrap();
+        let answered = reply[7] > 0;
+        (reply[3] & 15, answered.then(|| reply[length - 4..length].try_into().unwrap()))
+    }
+
     /// As `kill -9` and a new daemon on the same host.
     async fn restart(self) -> Self {
         self.host.stop().await;
-        let host = start(&self.data, &self.engine).await;
+        let host = start(&self.data, &self.engine, &self.slots).await;
         Self { host, ..self }
     }
 }
@@ -207,6 +266,172 @@ async fn children_that_fail_are_reported_by_index_and_the_others_live() {
     indexes.sort_unstable();
     assert_eq!(indexes, [0, 1, 2, 3]);
     w.exactly([&parent].into_iter().chain(&ids(&fork))).await;
+}
+
+#[tokio::test]
+async fn every_sandbox_has_an_address_of_its_own_and_keeps_it_across_a_restart() {
+    let w = world().await;
+    let parent = w.create().await;
+    let fork = w.host.fork_tree(W, &parent.id, spec(4)).await.unwrap();
+    let all: Vec<&Sandbox> = std::iter::once(&parent).chain(&fork.children).collect();
+    let addresses: BTreeSet<&str> = all.iter().map(|s| s.guest_ip.as_str()).collect();
+    assert!(addresses.len() == 5 && !addresses.contains(""));
+    let before: BTreeMap<String, String> = all.iter().map(|s| (s.id.clone(), s.guest_ip.clone())).collect();
+    let w = w.restart().await;
+    let after: BTreeMap<String, String> =
+        w.host.list(W).await.unwrap().into_iter().map(|s| (s.id, s.guest_ip)).collect();
+    assert_eq!(before, after);
+    assert_eq!(w.slots.taken().len(), 5, "what lives keeps its slot");
+    for id in before.keys() {
+        w.host.delete(W, id).await.unwrap();
+    }
+    assert!(w.slots.taken().is_empty());
+}
+
+#[tokio::test]
+async fn without_a_network_slot_nothing_is_made_and_the_number_is_said() {
+    let w = world().await;
+    let taken: Vec<_> = (0..64).map(|_| w.slots.take(&Egress::Open).unwrap()).collect();
+    let error = w.host.create(W, CreateSandboxRequest::default()).await.unwrap_err();
+    assert_eq!((error.class(), error.code()), (ErrorClass::Capacity, "no_network_slot"));
+    assert!(error.chain().contains("64"), "{}", error.chain());
+    for slot in taken {
+        w.slots.put(slot.index).unwrap();
+    }
+    w.exactly([]).await;
+}
+
+fn allow(entries: &[&str]) -> NetworkRequest {
+    let entries = entries.iter().map(|entry| (*entry).to_owned()).collect();
+    NetworkRequest { egress: Some(EgressPolicy::Allow(entries)) }
+}
+
+fn with_network(network: NetworkRequest) -> CreateSandboxRequest {
+    CreateSandboxRequest { network: Some(network), ..CreateSandboxRequest::default() }
+}
+
+#[tokio::test]
+async fn a_policy_holds_from_the_start_in_children_and_after_a_restart() {
+    let w = world().await;
+    let parent = w.host.create(W, with_network(allow(&["Example.ORG.", "203.0.113.7/32:443"]))).await.unwrap();
+    let canonical = EgressPolicy::Allow(vec!["example.org".into(), "203.0.113.7:443".into()]);
+    assert_eq!(parent.network.egress, canonical);
+    let live = w.host.fork_tree(W, &parent.id, spec(2)).await.unwrap();
+    let disk = w.host.fork_disk(W, &parent.id, spec(1)).await.unwrap();
+    assert!(live.children.iter().chain(&disk.children).all(|child| child.network == parent.network));
+    let applied = w.slots.taken();
+    assert_eq!(applied.len(), 4);
+    assert!(applied.values().all(|egress| *egress == Egress::allow(&["example.org", "203.0.113.7:443"]).unwrap()));
+
+    let none = NetworkRequest { egress: Some(EgressPolicy::None) };
+    let changed = w.host.set_network(W, &parent.id, none).await.unwrap();
+    assert_eq!(changed.egress, EgressPolicy::None);
+    assert_eq!(w.slots.taken().values().filter(|egress| **egress == Egress::None).count(), 1, "in force at once");
+    let said_nothing = w.host.set_network(W, &parent.id, NetworkRequest::default()).await.unwrap();
+    assert_eq!(said_nothing, changed);
+    // A change of something else does not bring the old policy back.
+    w.host.pause(W, &parent.id).await.unwrap();
+    w.host.set_lifecycle(W, &parent.id, LifecyclePatch { ttl_seconds: Some(500), persistent: None }).await.unwrap();
+    let before = w.slots.taken();
+    let w = w.restart().await;
+    assert_eq!(w.slots.taken(), before);
+    assert_eq!(w.host.network(W, &parent.id).await.unwrap(), changed);
+    assert_eq!(w.host.get(W, &live.children[0].id).await.unwrap().network.egress, canonical);
+    // A paused sandbox's policy can be changed, too.
+    w.host.set_network(W, &parent.id, allow(&["example.net"])).await.unwrap();
+    assert!(w.slots.taken().values().any(|egress| *egress == Egress::allow(&["example.net"]).unwrap()));
+}
+
+#[tokio::test]
+async fn a_policy_that_can_not_be_applied_is_taken_back_and_starts_no_sandbox() {
+    let w = world().await;
+    let id = w.host.create(W, with_network(allow(&["example.org"]))).await.unwrap().id;
+    w.slots.fail_policies(true);
+    let error = w.host.set_network(W, &id, allow(&["example.net"])).await.unwrap_err();
+    assert_eq!((error.class(), error.code()), (ErrorClass::Internal, "network_failed"));
+    let error = w.host.create(W, with_network(allow(&["example.net"]))).await.unwrap_err();
+    assert_eq!((error.class(), error.code()), (ErrorClass::Internal, "network_failed"));
+    w.exactly([&id]).await;
+    let policy = EgressPolicy::Allow(vec!["example.org".into()]);
+    assert_eq!(w.host.network(W, &id).await.unwrap().egress, policy);
+    w.slots.fail_policies(false);
+    let w = w.restart().await;
+    assert_eq!(w.host.network(W, &id).await.unwrap().egress, policy);
+    assert_eq!(w.slots.taken().into_values().collect::<Vec<_>>(), [Egress::allow(&["example.org"]).unwrap()]);
+}
+
+/// A resolver for which every name has this address.
+async fn resolver(address: [u8; 4]) -> SocketAddr {
+    let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let own = socket.local_addr().unwrap();
+    tokio::spawn(async move {
+        let mut buffer = [0; 512];
+        loop {
+            let (length, from) = socket.recv_from(&mut buffer).await.unwrap();
+            let end = buffer[12..length].iter().position(|byte| *byte == 0).unwrap() + 12 + 5;
+            let mut reply = buffer[..end].to_vec();
+            reply[2..12].copy_from_slice(&[0x81, 0x80, 0, 1, 0, 1, 0, 0, 0, 0]);
+            reply.extend_from_slice(&[0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4]);
+            reply.extend_from_slice(&address);
+            socket.send_to(&reply, from).await.unwrap();
+        }
+    });
+    own
+}
+
+#[tokio::test]
+async fn names_are_resolved_by_the_policy_that_is_in_force() {
+    const WEB: [u8; 4] = [203, 0, 113, 9];
+    const REFUSED: u8 = 5;
+    let resolver = resolver(WEB).await;
+    let w = world().await.with_dns(resolver).await;
+    let listed = w.host.create(W, with_network(allow(&["example.org:443"]))).await.unwrap();
+    let open = w.create().await;
+    assert_eq!(w.resolve(&listed, "example.org").await, (0, Some(WEB)));
+    assert_eq!(w.resolve(&listed, "example.net").await, (REFUSED, None));
+    assert_eq!(w.resolve(&open, "example.net").await, (0, Some(WEB)));
+    let opened = w.slots.opened();
+    assert_eq!(opened.len(), 1, "{opened:?}");
+    assert_eq!((opened[0].1.address, opened[0].1.port), (WEB.into(), Some(443)));
+    let child = w.host.fork_tree(W, &listed.id, spec(1)).await.unwrap().children.remove(0);
+    assert_eq!(w.resolve(&child, "example.net").await, (REFUSED, None));
+    w.host.set_network(W, &listed.id, allow(&["example.net"])).await.unwrap();
+    assert_eq!(w.resolve(&listed, "example.org").await, (REFUSED, None));
+    assert_eq!(w.resolve(&child, "example.org").await, (0, Some(WEB)));
+    // A new run knows what was in force.
+    let w = w.with_dns(resolver).await;
+    assert_eq!(w.resolve(&listed, "example.org").await, (REFUSED, None));
+    assert_eq!(w.resolve(&listed, "example.net").await, (0, Some(WEB)));
+    w.host.delete(W, &listed.id).await.unwrap();
+    let nobody = tokio::time::timeout(Duration::from_millis(300), w.resolve(&listed, "example.net")).await;
+    assert!(nobody.is_err(), "{nobody:?}");
+}
+
+#[tokio::test]
+async fn what_is_no_policy_changes_nothing() {
+    let w = world().await;
+    let id = w.create().await.id;
+    for (entry, code) in [("1.2.3.4/33", "bad_network"), ("a b", "bad_network"), ("10.0.0.0/8", "private_network")] {
+        for error in [
+            w.host.create(W, with_network(allow(&["example.org", entry]))).await.unwrap_err(),
+            w.host.set_network(W, &id, allow(&["example.org", entry])).await.unwrap_err(),
+        ] {
+            assert_eq!((error.class(), error.code()), (ErrorClass::Caller, code));
+            assert!(error.chain().contains(entry), "{}", error.chain());
+        }
+    }
+    let many = w.host.set_network(W, &id, allow(&["example.org"; 65])).await.unwrap_err();
+    assert_eq!((many.class(), many.code()), (ErrorClass::Caller, "bad_network"));
+    for (workspace, id) in [("other", id.as_str()), (W, "00000000-0000-0000-0000-000000000000")] {
+        assert_eq!(w.host.network(workspace, id).await.unwrap_err().class(), ErrorClass::NotFound);
+        let error = w.host.set_network(workspace, id, allow(&["10.0.0.1"])).await.unwrap_err();
+        assert_eq!(error.class(), ErrorClass::NotFound);
+    }
+    assert_eq!(w.host.network(W, &id).await.unwrap().egress, EgressPolicy::Open);
+    assert_eq!(w.slots.taken().into_values().collect::<Vec<_>>(), [Egress::Open]);
+    w.exactly([&id]).await;
+    w.host.delete(W, &id).await.unwrap();
+    assert_eq!(w.host.set_network(W, &id, allow(&["example.org"])).await.unwrap_err().class(), ErrorClass::NotFound);
 }
 
 #[tokio::test]
@@ -380,6 +605,16 @@ async fn after_a_restart_machines_are_taken_over_and_what_belongs_to_nothing_is_
     for dir in [w.data.sandboxes_dir(), w.data.run_dir(), w.data.snapshots_dir()] {
         std::fs::create_dir(dir.join(&orphan)).unwrap();
     }
+    // And a machine that was started just before a crash, and never recorded.
+    let scratch = tempfile::tempdir().unwrap();
+    std::fs::write(scratch.path().join("disk"), "").unwrap();
+    let (run_dir, disk) = (scratch.path().to_owned(), scratch.path().join("disk"));
+    let place = VmPlace { id: Uuid::new_v4(), run_dir, disk, console_log: scratch.path().join("log") };
+    let kernel = coppice_image::guest_kernel(&w.data, "k1", "i1").unwrap();
+    let (nic, jail) = (coppice_testkit::fake_engine::nic(), coppice_engine::JailSlot { index: 63 });
+    let before = w.engine.alive().len();
+    drop(w.engine.boot(BootSpec { place, machine: machine(), kernel, nic, jail }).await.unwrap());
+    assert_eq!(w.engine.alive().len(), before + 1);
     w.host.stop().await;
     w.engine.crash(pid);
     let w = w.restart().await;
@@ -438,4 +673,30 @@ async fn operations_at_once_end_in_an_allowed_order() {
     }
     assert!(w.snapshots().is_empty());
     drop(w.dir);
+}
+
+#[tokio::test]
+async fn what_counts_for_quotas_is_what_the_workspace_has_and_keeps() {
+    let world = world().await;
+    let new = world.host.size_of_new(W, &CreateSandboxRequest::default()).await.unwrap();
+    assert_eq!((new.id.as_str(), new.memory_mib), ("", 128));
+    let parent = world.create().await;
+    let fork = world.host.fork_tree(W, &parent.id, spec(2)).await.unwrap();
+    let kept = world.host.snapshot(W, &parent.id).await.unwrap();
+    world.host.create("other", CreateSandboxRequest::default()).await.unwrap();
+
+    let held = world.host.holdings(W).await.unwrap();
+    let expected: BTreeSet<_> = ids(&fork).into_iter().chain([parent.id.clone()]).collect();
+    assert_eq!(held.sandboxes.iter().map(|one| one.id.clone()).collect::<BTreeSet<_>>(), expected);
+    assert!(held.sandboxes.iter().all(|one| one.memory_mib == 128));
+    // The snapshot that the fork made for itself is not one that the workspace keeps.
+    assert_eq!(held.snapshots.iter().map(|one| &one.id).collect::<Vec<_>>(), [&kept.id]);
+
+    let world = world.restart().await;
+    assert_eq!(world.host.holdings(W).await.unwrap(), held);
+    world.host.delete(W, &parent.id).await.unwrap();
+    world.host.delete_snapshot(W, &kept.id).await.unwrap();
+    let left = world.host.holdings(W).await.unwrap();
+    assert_eq!((left.sandboxes.len(), left.snapshots.len()), (2, 0));
+    assert_eq!(world.host.holdings("nobody").await.unwrap(), coppice_host::Holdings::default());
 }
