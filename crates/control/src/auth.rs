@@ -1,26 +1,26 @@
-//! Who is calling. Every path under `/v1` needs a token; handlers there take a [`Caller`], which only this module
-//! makes, so a route that forgot to ask cannot know a workspace.
+//! Who is calling: the token of a request, and what it stands for. What it may do is [`crate::authorize`].
+//!
+//! Handlers take a [`Caller`], which only this module makes, so a route that forgot to ask cannot know a workspace.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use axum::extract::{FromRequestParts, Request, State};
-use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
-use coppice_api::ErrorClass;
+use axum::extract::{FromRequestParts, Request};
+use coppice_api::Role;
 use http::HeaderMap;
 use http::header::{AUTHORIZATION, FORWARDED, VIA};
 use http::request::Parts;
 
+use crate::DEFAULT_WORKSPACE;
 use crate::config::{Auth, MetricsAccess};
 use crate::error::ApiError;
 use crate::server::Peer;
-use crate::{Control, DEFAULT_WORKSPACE};
 
 /// The holder of the token that came with the request.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller {
     workspace: Arc<str>,
+    role: Role,
     token_prefix: Option<Arc<str>>,
 }
 
@@ -28,6 +28,11 @@ impl Caller {
     /// What it may see and make things in.
     pub(crate) fn workspace(&self) -> &str {
         &self.workspace
+    }
+
+    /// What it may do.
+    pub(crate) fn role(&self) -> Role {
+        self.role
     }
 
     /// The first characters of its token; `None` when auth is off.
@@ -44,26 +49,12 @@ impl<S: Sync> FromRequestParts<S> for Caller {
     }
 }
 
-/// The middleware: refuses, or adds the [`Caller`].
-pub(crate) async fn require(State(control): State<Control>, mut request: Request, next: Next) -> Response {
-    let path = request.uri().path();
-    let needed = path == "/v1"
-        || path.starts_with("/v1/")
-        || (path == "/metrics" && !may_read_metrics(control.config().metrics, &request));
-    if needed {
-        match identify(&control.config().auth, request.headers()).await {
-            Ok(caller) => {
-                request.extensions_mut().insert(caller);
-            }
-            Err(error) => return error.into_response(),
-        }
-    }
-    next.run(request).await
-}
-
-async fn identify(auth: &Auth, headers: &HeaderMap) -> Result<Caller, ApiError> {
+/// Whom the request's token stands for.
+pub(crate) async fn identify(auth: &Auth, headers: &HeaderMap) -> Result<Caller, ApiError> {
     let store = match auth {
-        Auth::Off => return Ok(Caller { workspace: DEFAULT_WORKSPACE.into(), token_prefix: None }),
+        Auth::Off => {
+            return Ok(Caller { workspace: DEFAULT_WORKSPACE.into(), role: Role::Admin, token_prefix: None });
+        }
         Auth::Tokens(store) => store,
     };
     let Some(header) = headers.get(AUTHORIZATION) else {
@@ -73,19 +64,18 @@ async fn identify(auth: &Auth, headers: &HeaderMap) -> Result<Caller, ApiError> 
     let Some((_, token)) = token.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer")) else {
         return Err(ApiError::unauthorized("the Authorization header is not `Bearer` and a token"));
     };
-    match store.authenticate(token.trim()).await {
-        Ok(Some(identity)) => {
-            Ok(Caller { workspace: identity.workspace.into(), token_prefix: Some(identity.prefix.into()) })
-        }
-        Ok(None) => Err(ApiError::unauthorized("the token is not valid")),
-        Err(error) => {
-            tracing::error!(error = &error as &dyn std::error::Error, "tokens can't be checked");
-            Err(ApiError::new(ErrorClass::Internal, "token_database", "tokens can't be checked: the database failed"))
-        }
+    match store.authenticate(token.trim()).await? {
+        Some(identity) => Ok(Caller {
+            workspace: identity.workspace.into(),
+            role: identity.role,
+            token_prefix: Some(identity.prefix.into()),
+        }),
+        None => Err(ApiError::unauthorized("the token is not valid: unknown, revoked or expired")),
     }
 }
 
-fn may_read_metrics(access: MetricsAccess, request: &Request) -> bool {
+/// Whether metrics may be read without a token.
+pub(crate) fn may_read_metrics(access: MetricsAccess, request: &Request) -> bool {
     let forwarded =
         [FORWARDED.as_str(), VIA.as_str(), "x-forwarded-for"].iter().any(|name| request.headers().contains_key(*name));
     let loopback = request.extensions().get::<Peer>().is_some_and(|peer| is_loopback(peer.0.ip()));

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::TokenStore;
+use crate::{IngressConfig, TokenStore};
 
 /// Who may call.
 #[derive(Debug, Clone)]
@@ -33,6 +33,8 @@ pub struct ControlConfig {
     pub auth: Auth,
     /// Who may read `/metrics`.
     pub metrics: MetricsAccess,
+    /// How sandboxes' ports are reached.
+    pub ingress: IngressConfig,
     /// Sizes.
     pub limits: Limits,
     /// Times.
@@ -43,7 +45,13 @@ impl ControlConfig {
     /// The defaults, with who may call said explicitly.
     #[must_use]
     pub fn new(auth: Auth) -> Self {
-        Self { auth, metrics: MetricsAccess::default(), limits: Limits::default(), timing: Timing::default() }
+        Self {
+            auth,
+            metrics: MetricsAccess::default(),
+            ingress: IngressConfig::default(),
+            limits: Limits::default(),
+            timing: Timing::default(),
+        }
     }
 }
 
@@ -58,8 +66,14 @@ pub struct Limits {
     pub exec_output: usize,
     /// Of the output that all running `exec` calls hold together, in KiB. Default 256 MiB.
     pub exec_output_total_kib: u32,
+    /// Creates and forks of a workspace a second; twice as many may come at once. 0: any number. Default 32.
+    pub create_rate: u32,
     /// Connections served at once; more wait in the kernel's queue. Default 1024.
     pub connections: usize,
+    /// Connections into sandboxes at once. Default 1024.
+    pub guest_connections: usize,
+    /// Of them to one sandbox. Default 256.
+    pub connections_per_sandbox: usize,
 }
 
 impl Default for Limits {
@@ -69,7 +83,10 @@ impl Default for Limits {
             upload: 1 << 30,
             exec_output: 16 << 20,
             exec_output_total_kib: 256 << 10,
+            create_rate: 32,
             connections: 1024,
+            guest_connections: 1024,
+            connections_per_sandbox: 256,
         }
     }
 }
@@ -98,6 +115,8 @@ pub struct Timing {
     pub head_read: Duration,
     /// How long an idle connection is kept. Clients' pools need at least 75 s. Default 90 s.
     pub idle: Duration,
+    /// Longest silence on a connection into a sandbox. Default 1 hour.
+    pub port_idle: Duration,
     /// How long running requests may take after the shutdown signal before streams are ended. Default 10 s.
     pub shutdown_grace: Duration,
 }
@@ -115,6 +134,7 @@ impl Default for Timing {
             upload_idle: Duration::from_secs(60),
             head_read: Duration::from_secs(10),
             idle: Duration::from_secs(90),
+            port_idle: Duration::from_secs(3600),
             shutdown_grace: Duration::from_secs(10),
         }
     }

@@ -7,15 +7,18 @@ use axum::middleware::{from_fn, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use coppice_api::ErrorClass;
 use coppice_host::HostApi;
-use http::{Method, Uri};
+use http::Uri;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tower_http::catch_panic::CatchPanicLayer;
 
-use crate::config::ControlConfig;
+use crate::config::{Auth, ControlConfig};
 use crate::error::ApiError;
-use crate::{auth, observe, openapi};
+use crate::ingress::{Gate, hosts};
+use crate::quota::Quotas;
+use crate::rate::CreateRate;
+use crate::{TokenStore, authorize, observe, openapi};
 
 /// Why the API could not be set up.
 #[derive(Debug, thiserror::Error)]
@@ -37,6 +40,9 @@ struct Inner {
     config: ControlConfig,
     metrics: PrometheusHandle,
     output: Arc<Semaphore>,
+    gate: Arc<Gate>,
+    quotas: Quotas,
+    create_rate: CreateRate,
     stop: Stop,
 }
 
@@ -58,19 +64,20 @@ impl Control {
         let metrics = metrics_handle().map_err(ControlError::Metrics)?;
         let kib = usize::try_from(config.limits.exec_output_total_kib).unwrap_or(Semaphore::MAX_PERMITS);
         let output = Arc::new(Semaphore::new(kib.min(Semaphore::MAX_PERMITS)));
-        Ok(Self { inner: Arc::new(Inner { host, config, metrics, output, stop: Stop::default() }) })
+        let gate = Gate::new(config.limits.guest_connections, config.limits.connections_per_sandbox);
+        let create_rate = CreateRate::new(config.limits.create_rate);
+        let (quotas, stop) = (Quotas::default(), Stop::default());
+        Ok(Self { inner: Arc::new(Inner { host, config, metrics, output, gate, quotas, create_rate, stop }) })
     }
 
     /// All routes. A connection's address, for [`crate::MetricsAccess::Loopback`], is expected as a request extension
     /// [`crate::Peer`], which [`Control::serve`] sets.
     pub fn router(&self) -> Router {
-        let (router, _) = openapi::routes().split_for_parts();
+        let (router, _, _) = openapi::routes().into_parts();
         router
             .fallback(|uri: Uri| async move { ApiError::route_not_found(uri.path()) })
-            .method_not_allowed_fallback(|method: Method, uri: Uri| async move {
-                ApiError::method_not_allowed(method.as_str(), uri.path())
-            })
-            .layer(from_fn_with_state(self.clone(), auth::require))
+            .layer(from_fn_with_state(self.clone(), authorize::guard))
+            .layer(from_fn_with_state(self.clone(), hosts::divert))
             .layer(CatchPanicLayer::custom(panicked))
             .layer(from_fn(observe::observe))
             .with_state(self.clone())
@@ -84,6 +91,22 @@ impl Control {
         &self.inner.config
     }
 
+    /// Tokens and workspaces; none when auth is off.
+    pub(crate) fn store(&self) -> Option<&TokenStore> {
+        match &self.inner.config.auth {
+            Auth::Tokens(store) => Some(store),
+            Auth::Off => None,
+        }
+    }
+
+    pub(crate) fn quotas(&self) -> &Quotas {
+        &self.inner.quotas
+    }
+
+    pub(crate) fn create_rate(&self) -> &CreateRate {
+        &self.inner.create_rate
+    }
+
     pub(crate) fn metrics(&self) -> &PrometheusHandle {
         &self.inner.metrics
     }
@@ -91,6 +114,11 @@ impl Control {
     /// What all buffered outputs of commands share, in KiB.
     pub(crate) fn output(&self) -> &Arc<Semaphore> {
         &self.inner.output
+    }
+
+    /// How many connections into sandboxes there are.
+    pub(crate) fn gate(&self) -> &Arc<Gate> {
+        &self.inner.gate
     }
 
     pub(crate) fn stop(&self) -> &Stop {

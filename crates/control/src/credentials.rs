@@ -7,7 +7,9 @@ use std::io::{self, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use crate::tokens::{DEFAULT_WORKSPACE, TokenError, TokenStore, is_well_formed};
+use coppice_api::Role;
+
+use crate::tokens::{DEFAULT_WORKSPACE, Identity, NewToken, TokenError, TokenStore, is_well_formed};
 
 const URL_KEY: &str = "PANDASTACK_API";
 const TOKEN_KEY: &str = "PANDASTACK_API_KEY";
@@ -30,12 +32,15 @@ impl TokenStore {
         let failed = |source| TokenError::Credentials { path: credentials.to_owned(), source };
         let before = read(credentials).await.map_err(failed)?;
         let kept = match before.as_deref().and_then(|text| value(text, TOKEN_KEY)) {
-            Some(token) if self.authenticate(token).await?.is_some() => Some(token.to_owned()),
+            Some(token) if self.authenticate(token).await?.is_some_and(is_operators) => Some(token.to_owned()),
             _ => None,
         };
         let (token, created) = match kept {
             Some(token) => (token, false),
-            None => (self.create(DEFAULT_WORKSPACE, "admin").await?, true),
+            None => {
+                let new = NewToken { label: "operator".into(), role: Role::Admin, lifetime: None };
+                (self.create_token(DEFAULT_WORKSPACE, &new).await?.token, true)
+            }
         };
         let text = format!("export {URL_KEY}={api_url}\nexport {TOKEN_KEY}={token}\n");
         let path = credentials.to_owned();
@@ -47,6 +52,10 @@ impl TokenStore {
             .map_err(failed)?;
         Ok(AdminToken { token, created })
     }
+}
+
+fn is_operators(identity: Identity) -> bool {
+    identity.role == Role::Admin && identity.workspace == DEFAULT_WORKSPACE
 }
 
 /// The URL at which a client on this machine reaches a listener: an unspecified address becomes the loopback one.
@@ -101,6 +110,8 @@ mod tests {
         let first = store.ensure_admin_token(&file, "http://127.0.0.1:8080").await.unwrap();
         assert!(first.created);
         assert!(is_well_formed(&first.token));
+        let identity = store.authenticate(&first.token).await.unwrap().unwrap();
+        assert_eq!((identity.workspace.as_str(), identity.role), (DEFAULT_WORKSPACE, Role::Admin));
         let text = std::fs::read_to_string(&file).unwrap();
         assert_eq!(
             text,
@@ -122,17 +133,6 @@ mod tests {
         assert!(third.created && third.token != first.token);
         let identity = other.authenticate(&third.token).await.unwrap().unwrap();
         assert_eq!((identity.workspace.as_str(), identity.prefix.as_str()), ("default", &third.token[..12]));
-    }
-
-    #[tokio::test]
-    async fn clear_tokens_are_not_in_the_database() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("control.db");
-        let store = TokenStore::open(&path).await.unwrap();
-        let token = store.create("default", "x").await.unwrap();
-        store.close().await;
-        let bytes = std::fs::read(&path).unwrap();
-        assert!(!bytes.windows(token.len()).any(|window| window == token.as_bytes()));
     }
 
     #[test]

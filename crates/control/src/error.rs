@@ -12,6 +12,7 @@ use http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, StatusCode};
 
 use crate::json;
+use crate::tokens::TokenError;
 
 /// An error on its way to the client.
 #[derive(Debug, Clone)]
@@ -58,7 +59,7 @@ impl ApiError {
         Self::new(ErrorClass::Caller, code, message)
     }
 
-    /// No such sandbox, snapshot or template. 404.
+    /// No such sandbox, snapshot, template, token or workspace. 404.
     pub(crate) fn not_found(what: &'static str, id: &str) -> Self {
         let id: String = id.chars().take(80).collect();
         Self::new(ErrorClass::NotFound, format!("{what}_not_found"), format!("{what} {id} not found"))
@@ -69,6 +70,12 @@ impl ApiError {
         Self::new(ErrorClass::Unauthorized, "unauthorized", message).hint(
             "send `Authorization: Bearer pds_...`; the server wrote a token to credentials.env in its data directory",
         )
+    }
+
+    /// The server was started without auth, so there are no tokens and workspaces. 409.
+    pub(crate) fn no_tokens() -> Self {
+        Self::new(ErrorClass::Conflict, "auth_is_off", "this server asks for no tokens, and so has no workspaces")
+            .hint("start it without --no-auth")
     }
 
     /// No such route. 404.
@@ -90,6 +97,16 @@ impl ApiError {
         Self { status: StatusCode::REQUEST_TIMEOUT, ..Self::invalid("request_timeout", message) }
     }
 
+    /// The connection must go on with another protocol. 426.
+    pub(crate) fn upgrade_required(message: &'static str) -> Self {
+        Self { status: StatusCode::UPGRADE_REQUIRED, ..Self::invalid("upgrade_required", message) }
+    }
+
+    /// The same, for those who asked for a page of a sandbox and not for the sandbox. 503.
+    pub(crate) fn unavailable(self) -> Self {
+        Self { status: StatusCode::SERVICE_UNAVAILABLE, ..self }
+    }
+
     /// Stable, snake_case.
     pub(crate) fn code(&self) -> &str {
         &self.code
@@ -108,6 +125,13 @@ impl From<HostError> for ApiError {
             Some(hint) => api.hint(hint),
             None => api,
         }
+    }
+}
+
+impl From<TokenError> for ApiError {
+    fn from(error: TokenError) -> Self {
+        tracing::error!(error = &error as &dyn std::error::Error, "the database of tokens failed");
+        Self::new(ErrorClass::Internal, "token_database", "the database of tokens and workspaces failed")
     }
 }
 

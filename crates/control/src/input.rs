@@ -4,13 +4,13 @@
 use std::time::Duration;
 
 use axum::body::BodyDataStream;
-use axum::extract::{FromRequest, FromRequestParts, Path, Request};
+use axum::extract::{FromRequest, FromRequestParts, Path, RawPathParams, Request};
 use bytes::{Bytes, BytesMut};
 use coppice_api::ErrorClass;
 use futures::StreamExt as _;
-use http::HeaderMap;
 use http::header::CONTENT_LENGTH;
 use http::request::Parts;
+use http::{HeaderMap, Uri};
 use percent_encoding::percent_decode;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -186,6 +186,94 @@ impl<S: Send + Sync> FromRequestParts<S> for SnapshotId {
     }
 }
 
+/// A sandbox, and one of its TCP ports.
+#[derive(Debug)]
+pub(crate) struct SandboxPort {
+    pub(crate) id: String,
+    pub(crate) port: u16,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for SandboxPort {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let [id, port] = segments(parts, state, ["id", "port"]).await?;
+        let id = uuid(&id).ok_or_else(|| ApiError::not_found("sandbox", &id))?;
+        let digits = port.bytes().all(|b| b.is_ascii_digit());
+        match port.parse() {
+            Ok(port) if digits && port != 0 => Ok(Self { id, port }),
+            _ => Err(ApiError::invalid("invalid_port", "the port in the path must be 1 to 65535")),
+        }
+    }
+}
+
+/// A sandbox, and a port that is served by HTTP.
+#[derive(Debug)]
+pub(crate) struct HttpPort {
+    pub(crate) id: String,
+    pub(crate) port: u16,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for HttpPort {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let SandboxPort { id, port } = SandboxPort::from_request_parts(parts, state).await?;
+        Ok(Self { id, port: crate::ingress::port(Some(port.into()))? })
+    }
+}
+
+/// A sandbox, and the id of a link to it, whatever it looks like.
+#[derive(Debug)]
+pub(crate) struct SandboxLink {
+    pub(crate) id: String,
+    pub(crate) link: String,
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for SandboxLink {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let [id, link] = segments(parts, state, ["id", "link"]).await?;
+        Ok(Self { id: uuid(&id).ok_or_else(|| ApiError::not_found("sandbox", &id))?, link })
+    }
+}
+
+/// The token of a link, whatever it looks like. One that is no text is no token.
+#[derive(Debug)]
+pub(crate) struct LinkToken(pub(crate) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for LinkToken {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let [token] = segments(parts, state, ["token"]).await.unwrap_or_default();
+        Ok(Self(token))
+    }
+}
+
+/// Parameters of a path by name, decoded.
+async fn segments<S: Send + Sync, const N: usize>(
+    parts: &mut Parts,
+    state: &S,
+    names: [&str; N],
+) -> Result<[String; N], ApiError> {
+    let params = RawPathParams::from_request_parts(parts, state).await;
+    let params = params.map_err(|_| ApiError::route_not_found(parts.uri.path()))?;
+    let find = |wanted| params.iter().find(|(name, _)| *name == wanted).map(|(_, value)| value.to_owned());
+    Ok(names.map(|name| find(name).unwrap_or_default()))
+}
+
+/// The first segments of a path, and the rest of it with the query, exactly as they came. The rest begins with a slash.
+pub(crate) fn split_path(uri: &Uri, segments: usize) -> (String, String) {
+    let path = uri.path();
+    let at = path.match_indices('/').nth(segments).map_or(path.len(), |(at, _)| at);
+    let (prefix, rest) = path.split_at_checked(at).unwrap_or((path, ""));
+    let rest = if rest.is_empty() { "/" } else { rest };
+    let query = uri.query().map(|query| format!("?{query}")).unwrap_or_default();
+    (prefix.to_owned(), format!("{rest}{query}"))
+}
+
 /// A UUID written with hyphens, in lower case.
 pub(crate) fn uuid(text: &str) -> Option<String> {
     if text.len() != 36 {
@@ -264,6 +352,16 @@ mod tests {
         assert_eq!(params.get("x"), Some(""));
         assert_eq!(params.get("nope"), None);
         assert!(Params::parse("path=%ff").is_err());
+    }
+
+    #[test]
+    fn paths_are_split_as_they_came() {
+        let split = |text: &str| split_path(&text.parse().unwrap(), 3);
+        let both = |prefix: &str, rest: &str| (prefix.to_owned(), rest.to_owned());
+        assert_eq!(split("/v1/p/t"), both("/v1/p/t", "/"));
+        assert_eq!(split("/v1/p/t/"), both("/v1/p/t", "/"));
+        assert_eq!(split("/v1/p/t?x=%2F"), both("/v1/p/t", "/?x=%2F"));
+        assert_eq!(split("/v1/p/t//a/../%2e?"), both("/v1/p/t", "//a/../%2e?"));
     }
 
     #[test]

@@ -17,9 +17,14 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest id of a client's that is taken over.
 const MAX_REQUEST_ID: usize = 128;
 
+/// The id of a request: an extension of it.
+#[derive(Debug, Clone)]
+pub(crate) struct RequestId(pub(crate) String);
+
 /// The middleware.
-pub(crate) async fn observe(request: Request, next: Next) -> Response {
+pub(crate) async fn observe(mut request: Request, next: Next) -> Response {
     let id = request_id(request.headers());
+    request.extensions_mut().insert(RequestId(id.to_str().unwrap_or_default().to_owned()));
     let method = method(request.method());
     let path = request.extensions().get::<MatchedPath>().map_or("unmatched", MatchedPath::as_str).to_owned();
     let span =

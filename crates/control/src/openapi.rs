@@ -2,16 +2,22 @@
 
 use std::collections::BTreeMap;
 
+use axum::routing::any;
 use coppice_api::{ErrorBody, StreamChunk, StreamError, StreamExit};
 use utoipa::openapi::path::{Parameter, ParameterBuilder, ParameterIn};
 use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityScheme};
 use utoipa::openapi::{ContentBuilder, Ref, RefOr, Required, Response, ResponseBuilder};
 use utoipa::{IntoParams, IntoResponses, Modify, OpenApi, PartialSchema as _};
-use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::Control;
-use crate::routes::{exec, fork, fs, logs, meta, sandboxes, snapshots, templates};
+use crate::authorize::{
+    ADMIN, ADMIN_NEW_WORKSPACE, ADMIN_WORKSPACE, CREATE, FORK, LINK, MEMBER, METRICS, OPEN, Routes, SANDBOX, SNAPSHOT,
+    TEMPLATE, TOKEN, WORKSPACE,
+};
+use crate::routes::{
+    audit, exec, fork, fs, logs, meta, network, ports, previews, proxy, sandboxes, snapshots, templates, tokens,
+    tunnel, workspaces,
+};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -31,9 +37,11 @@ use crate::routes::{exec, fork, fs, logs, meta, sandboxes, snapshots, templates}
         (name = "sandboxes", description = "microVMs with their own kernel, disk and identity"),
         (name = "exec", description = "commands, and the console log"),
         (name = "files", description = "files in a sandbox"),
+        (name = "ports", description = "what listens in a sandbox: HTTP, links, raw TCP"),
         (name = "fork", description = "copies of a sandbox, and choosing among them"),
         (name = "snapshots", description = "one instant of a sandbox, kept"),
         (name = "templates", description = "named machine images"),
+        (name = "tenants", description = "tokens, workspaces, quotas, and who changed what"),
         (name = "server", description = "the server itself"),
     )
 )]
@@ -53,39 +61,61 @@ impl Modify for Token {
     }
 }
 
-/// All routes with their descriptions.
-pub(crate) fn routes() -> OpenApiRouter<Control> {
-    OpenApiRouter::with_openapi(Document::openapi())
-        .routes(routes!(meta::healthz))
-        .routes(routes!(meta::version))
-        .routes(routes!(meta::metrics))
-        .routes(routes!(meta::openapi))
-        .routes(routes!(meta::me))
-        .routes(routes!(sandboxes::create, sandboxes::list))
-        .routes(routes!(sandboxes::get, sandboxes::delete))
-        .routes(routes!(sandboxes::pause))
-        .routes(routes!(sandboxes::resume))
-        .routes(routes!(sandboxes::lifecycle, sandboxes::set_lifecycle))
-        .routes(routes!(exec::exec))
-        .routes(routes!(exec::stream))
-        .routes(routes!(logs::logs))
-        .routes(routes!(fs::read, fs::write, fs::remove))
-        .routes(routes!(fs::dir))
-        .routes(routes!(fs::stat))
-        .routes(routes!(fork::fork))
-        .routes(routes!(fork::fork_tree))
-        .routes(routes!(fork::promote))
-        .routes(routes!(snapshots::create))
-        .routes(routes!(snapshots::list))
-        .routes(routes!(snapshots::get, snapshots::delete))
-        .routes(routes!(templates::list))
-        .routes(routes!(templates::get, templates::delete))
+/// All routes with their descriptions, and who may call each.
+pub(crate) fn routes() -> Routes {
+    Routes::new(Document::openapi())
+        .add(OPEN, routes!(meta::healthz))
+        .add(OPEN, routes!(meta::version))
+        .add(METRICS, routes!(meta::metrics))
+        .add(OPEN, routes!(meta::openapi))
+        .add(MEMBER, routes!(meta::me))
+        .add(MEMBER, routes!(tokens::list, tokens::create))
+        .add(TOKEN, routes!(tokens::revoke))
+        .add(CREATE, routes!(sandboxes::create))
+        .add(MEMBER, routes!(sandboxes::list))
+        .add(SANDBOX, routes!(sandboxes::get, sandboxes::delete))
+        .add(SANDBOX, routes!(sandboxes::pause))
+        .add(SANDBOX, routes!(sandboxes::resume))
+        .add(SANDBOX, routes!(sandboxes::hibernate))
+        .add(SANDBOX, routes!(sandboxes::wake))
+        .add(SANDBOX, routes!(sandboxes::lifecycle, sandboxes::set_lifecycle))
+        .add(SANDBOX, routes!(network::get, network::set))
+        .add(SANDBOX, routes!(exec::exec))
+        .add(SANDBOX, routes!(exec::stream))
+        .add(SANDBOX, routes!(logs::logs))
+        .add(SANDBOX, routes!(fs::read, fs::write, fs::remove))
+        .add(SANDBOX, routes!(fs::dir))
+        .add(SANDBOX, routes!(fs::stat))
+        .add(FORK, routes!(fork::fork))
+        .add(FORK, routes!(fork::fork_tree))
+        .add(SANDBOX, routes!(fork::promote))
+        .add(SANDBOX, routes!(snapshots::create))
+        .add(MEMBER, routes!(snapshots::list))
+        .add(SNAPSHOT, routes!(snapshots::get, snapshots::delete))
+        .add(SANDBOX, routes!(ports::list, ports::open))
+        .add(SANDBOX, routes!(ports::close))
+        .any(SANDBOX, routes!(proxy::proxy), &["/", "/{*rest}"], any(proxy::proxy))
+        .add(SANDBOX, routes!(tunnel::tunnel))
+        .add(SANDBOX, routes!(previews::create))
+        .add(SANDBOX, routes!(previews::create_token))
+        .add(SANDBOX, routes!(previews::list))
+        .add(SANDBOX, routes!(previews::revoke))
+        .any(LINK, routes!(previews::follow), &["/", "/{*rest}"], any(previews::follow))
+        .add(MEMBER, routes!(templates::list))
+        .add(TEMPLATE, routes!(templates::get, templates::delete))
+        .add(ADMIN, routes!(workspaces::list))
+        .add(WORKSPACE, routes!(workspaces::get))
+        .add(ADMIN_WORKSPACE, routes!(workspaces::set_quota, workspaces::delete))
+        .add(ADMIN_WORKSPACE, routes!(workspaces::tokens))
+        .add(ADMIN_NEW_WORKSPACE, routes!(workspaces::create_token))
+        .add(ADMIN_WORKSPACE, routes!(workspaces::revoke_token))
+        .add(ADMIN, routes!(audit::list))
 }
 
 /// The document, indented, with a line feed at its end: the contents of `docs/openapi.json`.
 #[must_use]
 pub fn openapi_json() -> String {
-    let (_, document) = routes().split_for_parts();
+    let (_, document, _) = routes().into_parts();
     // A document made of literals can be written; an empty file would fail the drift check.
     document.to_pretty_json().map(|json| json + "\n").unwrap_or_default()
 }
@@ -94,6 +124,16 @@ pub fn openapi_json() -> String {
 pub(crate) struct OfSandbox;
 /// The `{id}` of a snapshot's path.
 pub(crate) struct OfSnapshot;
+
+/// The `{port}` of a path.
+pub(crate) struct OfPort;
+
+impl IntoParams for OfPort {
+    fn into_params(_: impl Fn() -> Option<ParameterIn>) -> Vec<Parameter> {
+        let port = ParameterBuilder::new().name("port").parameter_in(ParameterIn::Path).required(Required::True);
+        vec![port.description(Some("TCP port in the sandbox")).schema(Some(u16::schema())).build()]
+    }
+}
 
 impl IntoParams for OfSandbox {
     fn into_params(_: impl Fn() -> Option<ParameterIn>) -> Vec<Parameter> {
@@ -123,6 +163,8 @@ pub(crate) struct Reads;
 pub(crate) struct Changes;
 /// Failures of what makes sandboxes or snapshots.
 pub(crate) struct Creates;
+/// Failures of looking into a sandbox, which wakes it.
+pub(crate) struct Looks;
 /// Failures of running commands.
 pub(crate) struct Runs;
 /// Failures of uploads.
@@ -130,13 +172,19 @@ pub(crate) struct Writes;
 
 impl IntoResponses for Reads {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
-        errors(&[400, 401, 404, 409, 500])
+        errors(&[400, 401, 403, 404, 409, 500])
+    }
+}
+
+impl IntoResponses for Looks {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        errors(&[400, 401, 403, 404, 409, 500, 503, 507])
     }
 }
 
 impl IntoResponses for Changes {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
-        errors(&[400, 401, 403, 404, 409, 413, 500, 503])
+        errors(&[400, 401, 403, 404, 409, 413, 500, 503, 507])
     }
 }
 
@@ -148,7 +196,24 @@ impl IntoResponses for Creates {
 
 impl IntoResponses for Runs {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
-        errors(&[400, 401, 404, 409, 413, 500, 503, 504])
+        errors(&[400, 401, 404, 409, 413, 500, 503, 504, 507])
+    }
+}
+
+/// Failures of reaching a port.
+pub(crate) struct Reaches;
+/// Failures of following a link.
+pub(crate) struct Follows;
+
+impl IntoResponses for Reaches {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        errors(&[400, 401, 404, 500, 502, 503, 507])
+    }
+}
+
+impl IntoResponses for Follows {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        errors(&[400, 401, 403, 404, 500, 502, 503, 507])
     }
 }
 
@@ -171,8 +236,13 @@ fn error(status: u16) -> Response {
         408 => "The request's body stopped arriving.",
         409 => "Not in the state that it is in.",
         413 => "Larger than a limit.",
-        429 => "A limit of the workspace's own, which waiting does not lift.",
-        503 => "Busy for now, with Retry-After: nothing was made or started.",
+        429 => {
+            "A quota of the workspace, which waiting does not lift; or, with Retry-After, too many creates in a moment. Nothing was made."
+        }
+        502 => "What listens in the sandbox, or nothing that does, failed the request.",
+        503 => {
+            "Busy for now, with Retry-After: nothing was made or started. Without it: the sandbox could not be woken, and still hibernates."
+        }
         504 => "The command's timeout passed; the sentence contains `timeout`.",
         507 => "The host has no room: nothing was made.",
         _ => "A failure of the server's.",

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -28,6 +28,7 @@ use tower::ServiceExt as _;
 
 use crate::Control;
 use crate::config::Timing;
+use crate::ingress::sweep;
 use crate::observe::Guarded;
 
 /// The other end of the connection that a request came by: a request extension.
@@ -59,6 +60,7 @@ impl Control {
         let tasks = TaskTracker::new();
         let router = self.router();
         let slots = Arc::new(Semaphore::new(self.config().limits.connections.clamp(1, Semaphore::MAX_PERMITS)));
+        drop(tokio::spawn(sweep::run(self.clone())));
         let mut shutdown = std::pin::pin!(shutdown);
         let mut upkeep = tokio::time::interval(UPKEEP);
         loop {
@@ -96,6 +98,9 @@ impl Control {
                 tracing::warn!(connections = tasks.len(), "connections are cut off");
             }
         }
+        if let Some(store) = self.store() {
+            store.journal.flush().await;
+        }
         Ok(())
     }
 }
@@ -116,7 +121,8 @@ async fn connection(control: Control, router: Router, stream: TcpStream, peer: S
         // In hyper this clock runs on an idle connection too, so it is how long one is kept.
         .header_read_timeout(timing.idle)
         .max_buf_size(MAX_BUFFER)
-        .serve_connection(io, service);
+        .serve_connection(io, service)
+        .with_upgrades();
     let mut served = std::pin::pin!(served);
     let stop = control.stop();
     let result = tokio::select! {
@@ -143,6 +149,9 @@ async fn answer(
     let mut request = request.map(Body::new);
     request.extensions_mut().insert(Peer(peer));
     let response = router.oneshot(request).await?;
+    if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+        busy.for_good();
+    }
     Ok(response.map(|inner| Body::new(Guarded { inner, _guard: busy })))
 }
 
@@ -171,6 +180,13 @@ impl Heads {
 
 /// A request whose response is not done.
 struct Busy(Arc<Heads>);
+
+impl Busy {
+    /// No head will come by this connection any more.
+    fn for_good(&self) {
+        self.0.busy.fetch_add(1, Ordering::Relaxed);
+    }
+}
 
 impl Drop for Busy {
     fn drop(&mut self) {

@@ -11,6 +11,7 @@ use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::input::{Input, SandboxId};
 use crate::openapi::{Changes, Creates, OfSandbox};
+use crate::quota::{self, Wish};
 use crate::{Control, check};
 
 /// Forks a sandbox's disk.
@@ -32,8 +33,12 @@ pub(crate) async fn fork(
             .hint("POST fork-tree with count 1 keeps memory and processes, and leaves the parent running"));
     }
     let spec = spec(request.count, request.metadata)?;
-    let fork = control.host().fork_disk(caller.workspace(), &id, spec).await?;
-    answer(fork)
+    let wish = Wish::Fork(&id, spec.count.unsigned_abs());
+    let work = |control: Control, workspace: String| {
+        let id = id.clone();
+        async move { Ok(control.host().fork_disk(&workspace, &id, spec).await?) }
+    };
+    answer(quota::make(&control, &caller, wish, work).await?)
 }
 
 /// Forks a running sandbox: memory, processes and disk.
@@ -51,8 +56,12 @@ pub(crate) async fn fork_tree(
     Input(request): Input<ForkTreeRequest>,
 ) -> Answer<(StatusCode, Json<Fork>)> {
     let spec = spec(request.count, request.metadata)?;
-    let fork = control.host().fork_tree(caller.workspace(), &id, spec).await?;
-    answer(fork)
+    let wish = Wish::Fork(&id, spec.count.unsigned_abs());
+    let work = |control: Control, workspace: String| {
+        let id = id.clone();
+        async move { Ok(control.host().fork_tree(&workspace, &id, spec).await?) }
+    };
+    answer(quota::make(&control, &caller, wish, work).await?)
 }
 
 fn spec(count: Option<i64>, metadata: Option<std::collections::BTreeMap<String, String>>) -> Answer<ForkSpec> {

@@ -19,7 +19,7 @@ use super::Answer;
 use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::input::{Ignored, Params, PieceError, SandboxId, content_length, drain, next_piece};
-use crate::openapi::{Changes, OfSandbox, Reads, Writes};
+use crate::openapi::{Changes, Looks, OfSandbox, Writes};
 use crate::{Control, check};
 
 /// Reads a file.
@@ -28,7 +28,7 @@ use crate::{Control, check};
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs", tag = "files", params(OfSandbox,
         ("path" = String, Query, description = "Absolute path", example = "/etc/hostname")),
     responses((status = 200, description = "The file.", body = Vec<u8>,
-        content_type = "application/octet-stream"), Reads))]
+        content_type = "application/octet-stream"), Looks))]
 pub(crate) async fn read(
     State(control): State<Control>,
     caller: Caller,
@@ -209,7 +209,7 @@ pub(crate) async fn remove(
 /// Lists a directory.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs/dir", tag = "files", params(OfSandbox,
         ("path" = Option<String>, Query, description = "Absolute path; default `/`", example = "/root")),
-    responses((status = 200, description = "Its entries, by name.", body = DirListing), Reads))]
+    responses((status = 200, description = "Its entries, by name.", body = DirListing), Looks))]
 pub(crate) async fn dir(
     State(control): State<Control>,
     caller: Caller,
@@ -224,7 +224,7 @@ pub(crate) async fn dir(
 /// What a path is. Does not follow a symbolic link at its end.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs/stat", tag = "files", params(OfSandbox,
         ("path" = String, Query, description = "Absolute path", example = "/root")),
-    responses((status = 200, description = "The entry.", body = DirEntry), Reads))]
+    responses((status = 200, description = "The entry.", body = DirEntry), Looks))]
 pub(crate) async fn stat(
     State(control): State<Control>,
     caller: Caller,

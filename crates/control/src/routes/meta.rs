@@ -37,6 +37,7 @@ pub(crate) async fn version(State(control): State<Control>) -> Json<Version> {
     (status = 401, description = "Not from loopback, and no valid token.", body = coppice_api::ErrorBody),
 ))]
 pub(crate) async fn metrics(State(control): State<Control>) -> Response {
+    control.host().observe().await;
     ([(CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], control.metrics().render()).into_response()
 }
 

@@ -1,14 +1,17 @@
-//! Sandboxes: making, looking, ending, pausing, TTL.
+//! Sandboxes: making, looking, ending, pausing, hibernating, TTL.
 
-use axum::Json;
 use axum::extract::State;
-use coppice_api::{CreateSandboxRequest, Lifecycle, LifecyclePatch, Sandbox};
+use axum::{Extension, Json};
+use coppice_api::{CreateSandboxRequest, Lifecycle, LifecyclePatch, Sandbox, SandboxStatus, StatusReply};
 use http::StatusCode;
 
 use super::Answer;
 use crate::auth::Caller;
+use crate::authorize::Named;
+use crate::ingress::reach::forget;
 use crate::input::{Ignored, Input, SandboxId};
 use crate::openapi::{Changes, Creates, OfSandbox, Reads};
+use crate::quota::{self, Wish};
 use crate::{Control, check};
 
 /// Creates a sandbox from a template or a snapshot.
@@ -22,9 +25,14 @@ pub(crate) async fn create(
     State(control): State<Control>,
     caller: Caller,
     Input(request): Input<CreateSandboxRequest>,
-) -> Answer<(StatusCode, Json<Sandbox>)> {
-    let sandbox = control.host().create(caller.workspace(), check::create(request)?).await?;
-    Ok((StatusCode::CREATED, Json(sandbox)))
+) -> Answer<(StatusCode, Extension<Named>, Json<Sandbox>)> {
+    let request = check::create(request)?;
+    let work = |control: Control, workspace: String| {
+        let request = request.clone();
+        async move { Ok(control.host().create(&workspace, request).await?) }
+    };
+    let sandbox = quota::make(&control, &caller, Wish::Create(&request), work).await?;
+    Ok((StatusCode::CREATED, Extension(Named(sandbox.id.clone())), Json(sandbox)))
 }
 
 /// Lists the workspace's sandboxes, oldest first.
@@ -55,6 +63,7 @@ pub(crate) async fn delete(
     _: Ignored,
 ) -> Answer<StatusCode> {
     control.host().delete(caller.workspace(), &id).await?;
+    forget(&control, &id).await;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -82,6 +91,40 @@ pub(crate) async fn resume(
 ) -> Answer<StatusCode> {
     control.host().resume(caller.workspace(), &id).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// Keeps a sandbox on the disk, with memory and processes as they are, and ends its machine. Idempotent.
+///
+/// It has no address meanwhile, and is not deleted for being idle. Whatever uses it wakes it first: commands, files, ports,
+/// connections, snapshots and forks of it. Reading its record, lifecycle, policy or log does not.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/hibernate", tag = "sandboxes", params(OfSandbox),
+    responses((status = 200, description = "It hibernates.", body = StatusReply,
+        example = json!({"status": "hibernated"})), Changes))]
+pub(crate) async fn hibernate(
+    State(control): State<Control>,
+    caller: Caller,
+    SandboxId(id): SandboxId,
+    _: Ignored,
+) -> Answer<Json<StatusReply>> {
+    control.host().hibernate(caller.workspace(), &id).await?;
+    Ok(Json(StatusReply { status: SandboxStatus::Hibernated }))
+}
+
+/// Brings a hibernated sandbox back. Idempotent.
+///
+/// Answers when its guest is usable: the same machine with the same names, its clock put right, on another address. Its
+/// connections of before have ended. What fails leaves it hibernated.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/wake", tag = "sandboxes", params(OfSandbox),
+    responses((status = 200, description = "It runs.", body = StatusReply,
+        example = json!({"status": "running"})), Changes))]
+pub(crate) async fn wake(
+    State(control): State<Control>,
+    caller: Caller,
+    SandboxId(id): SandboxId,
+    _: Ignored,
+) -> Answer<Json<StatusReply>> {
+    control.host().wake(caller.workspace(), &id).await?;
+    Ok(Json(StatusReply { status: SandboxStatus::Running }))
 }
 
 /// A sandbox's TTL, and for how long it has not been used.

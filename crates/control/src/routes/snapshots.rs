@@ -1,15 +1,17 @@
 //! Snapshots.
 
-use axum::Json;
 use axum::extract::State;
+use axum::{Extension, Json};
 use coppice_api::{CreatedSnapshot, Snapshot};
 use http::StatusCode;
 
 use super::Answer;
 use crate::Control;
 use crate::auth::Caller;
+use crate::authorize::Named;
 use crate::input::{Ignored, Params, SandboxId, SnapshotId, uuid};
 use crate::openapi::{Changes, Creates, OfSandbox, OfSnapshot, Reads};
+use crate::quota::{self, Wish};
 
 /// Captures a sandbox's memory, device state and disk at one instant. It runs on.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/snapshots", tag = "snapshots", params(OfSandbox),
@@ -19,9 +21,17 @@ pub(crate) async fn create(
     caller: Caller,
     SandboxId(id): SandboxId,
     _: Ignored,
-) -> Answer<(StatusCode, Json<CreatedSnapshot>)> {
-    let snapshot = control.host().snapshot(caller.workspace(), &id).await?;
-    Ok((StatusCode::CREATED, Json(CreatedSnapshot { snapshot_id: snapshot.id.clone(), snapshot })))
+) -> Answer<(StatusCode, Extension<Named>, Json<CreatedSnapshot>)> {
+    let work = |control: Control, workspace: String| {
+        let id = id.clone();
+        async move { Ok(control.host().snapshot(&workspace, &id).await?) }
+    };
+    let snapshot = quota::make(&control, &caller, Wish::Snapshot(&id), work).await?;
+    Ok((
+        StatusCode::CREATED,
+        Extension(Named(snapshot.id.clone())),
+        Json(CreatedSnapshot { snapshot_id: snapshot.id.clone(), snapshot }),
+    ))
 }
 
 /// Lists the workspace's snapshots, newest first.

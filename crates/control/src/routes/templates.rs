@@ -2,13 +2,13 @@
 
 use axum::Json;
 use axum::extract::State;
-use coppice_api::Template;
+use coppice_api::{Role, Template};
 use http::StatusCode;
 
 use super::Answer;
 use crate::auth::Caller;
 use crate::error::ApiError;
-use crate::input::{Ignored, Segment};
+use crate::input::{Ignored, Params, Segment};
 use crate::openapi::{Changes, Reads};
 use crate::{Control, check};
 
@@ -31,16 +31,24 @@ pub(crate) async fn get(
     Ok(Json(control.host().template(caller.workspace(), known(&name)?).await?))
 }
 
-/// Removes a template that no sandbox needs any more.
+/// Removes a template of the workspace's own that no sandbox needs any more.
+///
+/// One that is offered to every workspace is removed only for an admin who says so with `global=true`.
 #[utoipa::path(delete, path = "/v1/templates/{name}", tag = "templates",
-    params(("name" = String, Path, description = "Name of a template")),
+    params(("name" = String, Path, description = "Name of a template"),
+        ("global" = Option<bool>, Query, description = "Also one that is offered to every workspace; admins only")),
     responses((status = 204, description = "Gone."), Changes))]
 pub(crate) async fn delete(
     State(control): State<Control>,
     caller: Caller,
     Segment(name): Segment,
+    params: Params,
     _: Ignored,
 ) -> Answer<StatusCode> {
+    if caller.role() == Role::Admin && params.get("global") == Some("true") {
+        control.host().delete_global_template(known(&name)?).await?;
+        return Ok(StatusCode::NO_CONTENT);
+    }
     control.host().delete_template(caller.workspace(), known(&name)?).await?;
     Ok(StatusCode::NO_CONTENT)
 }

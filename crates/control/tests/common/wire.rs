@@ -54,6 +54,19 @@ impl Wire {
         matches!(read, Ok(length) if length > 0)
     }
 
+    /// So many bytes.
+    pub async fn exactly(&mut self, length: usize) -> Vec<u8> {
+        while self.buffer.len() < length {
+            assert!(self.fill().await, "ended after {:?}", String::from_utf8_lossy(&self.buffer));
+        }
+        self.buffer.drain(..length).collect()
+    }
+
+    /// Says that nothing more is sent.
+    pub async fn finish(&mut self) {
+        self.stream.shutdown().await.unwrap();
+    }
+
     /// What is left until the other side closes.
     pub async fn until_closed(&mut self) -> Vec<u8> {
         while self.fill().await {}
