@@ -11,7 +11,7 @@ TRIPLE := x86_64-unknown-linux-gnu
 CARGO  := $(shell command -v cargo || echo $(HOME)/.cargo/bin/cargo)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build lint fmt test test-vm demo bench clean
+.PHONY: help setup build lint fmt test test-vm demo bench bench-slots clean
 
 help: ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -59,8 +59,11 @@ demo: setup ## Forks a live machine three ways and keeps the way that works (nee
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------
 
-bench: setup ## Raw samples and medians from this machine (needs root); BENCH="--json FILE" for more
+bench: setup bench-slots ## Raw samples and medians from this machine (needs root); BENCH="--json FILE" for more
 	@venv=$$(sh scripts/venv.sh $(CACHE)) && COPPICE_DATA_DIR=$(DATA) COPPICE_CACHE_DIR=$(CACHE) $$venv/bin/python benches/bench.py $(BENCH)
+
+bench-slots:
+	$(CARGO) build --release --locked -p coppice-net --example slot_bench
 
 clean: ## Removes what was compiled; data directory and cache stay
 	$(CARGO) clean

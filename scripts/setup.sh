@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prepares this machine for building and running Coppice: Debian packages and the user that VMs run as.
+# Prepares this machine for building and running Coppice: Debian packages and the user that the server runs as.
 # Idempotent: what is there is left alone, and said so. Called by `make setup`, before the build.
 set -eu
 
@@ -16,7 +16,9 @@ packages="
 "
 # Compiling Rust needs a linker.
 packages="$packages gcc libc6-dev"
-vm_user=coppice-vmm
+# The tests make networks of their own, and look at what was made.
+packages="$packages iproute2 nftables"
+server_user=coppice
 
 [ "$(uname -s)" = Linux ] || fail "Coppice runs on Linux."
 [ "$(uname -m)" = x86_64 ] || fail "Coppice runs on x86_64 so far, and this is $(uname -m)."
@@ -47,9 +49,9 @@ else
     say "all Debian packages are there"
 fi
 
-if id "$vm_user" >/dev/null 2>&1; then
-    say "user $vm_user is there"
+if id "$server_user" >/dev/null 2>&1; then
+    say "user $server_user is there"
 else
-    say "making the system user $vm_user (no login, no home), which VMs run as"
-    useradd --system --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin "$vm_user"
+    say "making the system user $server_user (no login, no home), which the server runs as"
+    useradd --system --user-group --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin "$server_user"
 fi

@@ -97,6 +97,14 @@ pub enum Command {
     Promote(commands::promote::PromoteArgs),
     /// Try several commands, each in its own copy of a running sandbox, and keep the best
     Explore(commands::explore::ExploreArgs),
+    /// List and name the ports of a sandbox
+    #[command(subcommand)]
+    Ports(commands::ports::PortsCommand),
+    /// Make, list and revoke links that lead to a port of a sandbox without a token
+    #[command(subcommand)]
+    Preview(commands::preview::PreviewCommand),
+    /// Let ports of this machine lead to ports of a sandbox
+    PortForward(commands::port_forward::PortForwardArgs),
     /// Draw which sandbox was forked from which
     Tree,
     /// Build, list, show and delete templates
@@ -105,6 +113,14 @@ pub enum Command {
     /// List, show and delete snapshots
     #[command(subcommand)]
     Snapshot(commands::snapshot::SnapshotCommand),
+    /// Make, list and revoke tokens, by which a server knows its callers
+    #[command(subcommand)]
+    Token(commands::token::TokenCommand),
+    /// Look after workspaces: tenants that see nothing of each other
+    #[command(subcommand)]
+    Workspace(commands::workspace::WorkspaceCommand),
+    /// Show who changed what (admins)
+    Audit(commands::audit::AuditArgs),
     /// Print the versions of this program and of the server
     Version,
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use coppice_client::api::{Sandbox, SandboxStatus};
+use coppice_client::api::{EgressPolicy, Sandbox, SandboxStatus};
 use jiff::Timestamp;
 
 use crate::table::Tone;
@@ -111,6 +111,16 @@ pub fn ttl(sandbox: &Sandbox) -> String {
         "never".into()
     } else {
         format!("{} idle", duration(Duration::from_secs(sandbox.ttl_seconds)))
+    }
+}
+
+/// What a sandbox may reach, as `--egress` takes it.
+#[must_use]
+pub fn egress(policy: &EgressPolicy) -> String {
+    match policy {
+        EgressPolicy::Open => "open".into(),
+        EgressPolicy::None => "none".into(),
+        EgressPolicy::Allow(entries) => entries.join(","),
     }
 }
 

@@ -20,11 +20,13 @@ pub mod explore;
 mod fork;
 mod fs;
 mod logs;
+mod ports;
 mod retry;
 mod sandboxes;
 mod snapshots;
 pub mod sse;
 mod templates;
+mod tenants;
 mod transport;
 
 pub use coppice_api as api;
@@ -33,7 +35,9 @@ pub use exec::{ExecEvent, ExecStream};
 pub use explore::{Branch, Candidate, ExploreError, ExploreOptions, ExploreOutcome, explore, explore_until};
 pub use fs::{FileBody, WriteBody};
 pub use logs::LogStream;
+pub use ports::Tunnel;
 pub use retry::{Refusal, RetryPolicy};
+pub use tenants::AuditQuery;
 pub use transport::Client;
 
 /// Told of something while a call is under way; must not block for long.

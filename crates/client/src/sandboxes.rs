@@ -1,6 +1,8 @@
-//! Sandboxes: create, list, get, delete, pause, resume, lifecycle; and what the server says of itself.
+//! Sandboxes: create, list, get, delete, pause, resume, hibernate, wake, lifecycle, network; and what the server says of itself.
 
-use coppice_api::{CreateSandboxRequest, Lifecycle, LifecyclePatch, Me, Sandbox, Version};
+use coppice_api::{
+    CreateSandboxRequest, Lifecycle, LifecyclePatch, Me, Network, NetworkRequest, Sandbox, StatusReply, Version,
+};
 use reqwest::Method;
 
 use crate::transport::{QUICK, SLOW};
@@ -38,6 +40,16 @@ impl Client {
         self.done("resume the sandbox", self.v1(Method::POST, &["sandboxes", id, "resume"]).timeout(QUICK)).await
     }
 
+    /// Keeps it on the server's disk and ends its machine; any use wakes it.
+    pub async fn hibernate(&self, id: &str) -> Result<StatusReply, ClientError> {
+        self.json("hibernate the sandbox", self.v1(Method::POST, &["sandboxes", id, "hibernate"]).timeout(SLOW)).await
+    }
+
+    /// Brings it back; it is usable when this answers.
+    pub async fn wake(&self, id: &str) -> Result<StatusReply, ClientError> {
+        self.json("wake the sandbox", self.v1(Method::POST, &["sandboxes", id, "wake"]).timeout(SLOW)).await
+    }
+
     /// TTL and idleness.
     pub async fn lifecycle(&self, id: &str) -> Result<Lifecycle, ClientError> {
         self.json("get the lifecycle", self.v1(Method::GET, &["sandboxes", id, "lifecycle"]).timeout(QUICK)).await
@@ -47,6 +59,17 @@ impl Client {
     pub async fn set_lifecycle(&self, id: &str, patch: &LifecyclePatch) -> Result<Lifecycle, ClientError> {
         let request = self.v1(Method::PATCH, &["sandboxes", id, "lifecycle"]).timeout(QUICK).json(patch);
         self.json("change the lifecycle", request).await
+    }
+
+    /// What it may reach.
+    pub async fn network(&self, id: &str) -> Result<Network, ClientError> {
+        self.json("get the network policy", self.v1(Method::GET, &["sandboxes", id, "network"]).timeout(QUICK)).await
+    }
+
+    /// Changes what it may reach; the new policy holds when this answers.
+    pub async fn set_network(&self, id: &str, request: &NetworkRequest) -> Result<Network, ClientError> {
+        let request = self.v1(Method::PATCH, &["sandboxes", id, "network"]).timeout(QUICK).json(request);
+        self.json("change the network policy", request).await
     }
 
     /// Whom the token belongs to.

@@ -154,7 +154,7 @@ impl Client {
         ClientError::Transport { action, server: self.server().to_owned(), source: error.without_url() }
     }
 
-    async fn refusal(&self, mut response: Response) -> ApiError {
+    pub(crate) async fn refusal(&self, mut response: Response) -> ApiError {
         let status = response.status();
         let header = |name| response.headers().get(name).and_then(|value| value.to_str().ok());
         let retry_after = header(RETRY_AFTER).and_then(retry::parse_retry_after);

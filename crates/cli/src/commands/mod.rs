@@ -1,18 +1,24 @@
 //! One file per command: its arguments and what it does.
 
+pub mod audit;
 pub mod doctor;
 pub mod explore;
 pub mod fork;
 pub mod fork_tree;
 pub mod openapi;
+pub mod port_forward;
+pub mod ports;
+pub mod preview;
 pub mod promote;
 pub mod sandbox;
 pub mod setup;
 pub mod snapshot;
 pub mod template;
+pub mod token;
 pub mod tree;
 pub mod up;
 pub mod version;
+pub mod workspace;
 
 use std::process::ExitCode;
 
@@ -42,7 +48,7 @@ pub async fn run(cli: Cli, output: &Output) -> Result<ExitCode, CliError> {
     let context = Context { global: &cli.global, output };
     // Boxed: the futures of all commands in one would be large.
     let done = match cli.command {
-        Command::Up(args) => Box::pin(up::run(&context, args)).await,
+        Command::Up(args) => return Box::pin(up::run(&context, args)).await,
         Command::Setup(args) => plain(setup::run(&context, args)).await,
         Command::Doctor(args) => plain(doctor::run(&context, args)).await,
         Command::Openapi => openapi::run(&context),
@@ -53,6 +59,12 @@ pub async fn run(cli: Cli, output: &Output) -> Result<ExitCode, CliError> {
         Command::Sandbox(command) => return Box::pin(sandbox::run(&context, command)).await,
         Command::Template(command) => plain(template::run(&context, command)).await,
         Command::Snapshot(command) => plain(snapshot::run(&context, command)).await,
+        Command::Ports(command) => plain(ports::run(&context, command)).await,
+        Command::Preview(command) => plain(preview::run(&context, command)).await,
+        Command::PortForward(args) => Box::pin(port_forward::run(&context, args)).await,
+        Command::Token(command) => plain(token::run(&context, command)).await,
+        Command::Workspace(command) => plain(workspace::run(&context, command)).await,
+        Command::Audit(args) => plain(audit::run(&context, args)).await,
         Command::Tree => plain(tree::run(&context)).await,
         Command::Version => plain(version::run(&context)).await,
     };

@@ -29,11 +29,12 @@ pub(crate) async fn run(context: &Context<'_>, args: SetupArgs) -> Result<(), Cl
     server::need_root("setup")?;
     let shown = Arc::new(Shown::new(context.output));
     let data = server::open_data_dir(&context.global.data_dir, &args.volume, &shown).await?;
-    server::user::ensure(args.engine.user(), shown.as_ref())?;
+    server::user::ensure(server::user::SERVER, shown.as_ref())?;
     let engine = args.engine.start(&data).await?;
     let what = (args.templates, false, false);
     let templates = server::prepare_templates(&data, engine.as_ref(), &args.prepare, what, context.output).await?;
     let names: Vec<&str> = templates.iter().map(|template| template.info.name.as_str()).collect();
+    server::user::give(data.clone(), server::user::find(server::user::SERVER)?).await?;
     let value = json!({"data_dir": data.root(), "reflink": data.reflink(), "engine": engine.capabilities(), "templates": names});
     context.output.result(&value, |_| {
         let number = words::count(names.len(), "template", "templates");

@@ -1,12 +1,14 @@
 //! What the commands that act on this host share: its data directory, the engine, the templates, one server at a time.
 
+mod dns;
 mod engine;
-mod lock;
+pub(crate) mod lock;
 mod log;
 mod prepare;
 pub mod user;
 
-pub use engine::EngineArgs;
+pub use dns::DnsArgs;
+pub use engine::{EngineArgs, engine};
 pub use lock::{UpLock, holder};
 pub use log::LogArgs;
 pub use prepare::{PrepareArgs, VolumeArgs, open_data_dir, prepare_templates};

@@ -73,6 +73,24 @@ async fn ids_are_unique_beginnings() {
 }
 
 #[tokio::test]
+async fn a_network_policy_is_shown_and_changed() {
+    let cloud = Cloud::start().await;
+    let done = cloud.run(&["sandbox", "create", "base", "--egress", "example.org:443,10.1.2.3"]).await;
+    assert_eq!(done.status.code(), Some(0), "{}", err(&done));
+    let allow = json!({"egress": {"allow": ["example.org:443", "10.1.2.3"]}});
+    assert_eq!(cloud.body("POST /v1/sandboxes")["network"], allow);
+    assert_eq!(out(&cloud.run(&["sandbox", "network", "aaaa"]).await), "egress: none\n");
+    let done = cloud.run(&["sandbox", "network", "aaaa", "--egress", "*.example.org"]).await;
+    assert_eq!(out(&done), "egress: *.example.org\n", "{}", err(&done));
+    let changed = json!({"egress": {"allow": ["*.example.org"]}});
+    assert_eq!(cloud.body(&format!("PATCH /v1/sandboxes/{A}/network")), changed);
+    let done = cloud.run(&["sandbox", "network", "aaaa", "--egress", "open", "--json"]).await;
+    assert_eq!(serde_json::from_str::<Value>(&out(&done)).unwrap(), json!({"egress": "open"}));
+    let done = cloud.run(&["sandbox", "network", "aaaa", "--egress", "a,,b"]).await;
+    assert_eq!(done.status.code(), Some(2), "{}", err(&done));
+}
+
+#[tokio::test]
 async fn lists_are_tables_or_json() {
     let cloud = Cloud::start().await;
     let done = cloud.run(&["sandbox", "list"]).await;

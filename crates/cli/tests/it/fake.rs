@@ -94,6 +94,9 @@ impl Cloud {
                 Some(found) => reply(200, &found),
                 None => missing("sandbox_not_found"),
             },
+            (_, ["sandboxes", _, "network"]) => {
+                reply(200, &json!({"egress": json_body.get("egress").cloned().unwrap_or(json!("none"))}))
+            }
             ("POST", ["sandboxes", _, "exec", "stream"]) => stream(&json_body),
             ("POST", ["sandboxes", _, "exec"]) => {
                 reply(200, &json!({"stdout": "out\n", "stderr": "", "exit_code": 3, "duration_ms": 1}))
@@ -102,6 +105,30 @@ impl Cloud {
             (_, ["sandboxes", _, "fs", ..]) => self.file(method, &parts, query, body),
             ("GET", ["sandboxes", _, "logs"]) => "one\ntwo\n".into_response(),
             ("GET", ["", "version"]) => reply(200, &json!({"version": "9", "engine": "fake"})),
+            ("POST", ["me", "tokens"] | ["workspaces", _, "tokens"]) => {
+                let workspace = if parts[0] == "me" { "default" } else { parts[1] };
+                let mut made = token(workspace, &json_body["label"]);
+                made["token"] = "pds_0f8fad5bd9cb469fa16570867728950e".into();
+                reply(201, &made)
+            }
+            ("GET", ["me", "tokens"]) => reply(200, &json!([token("default", &"ci".into())])),
+            ("DELETE", ["me", "tokens", "pds_0f8fad5b"]) => StatusCode::NO_CONTENT.into_response(),
+            ("GET", ["me"]) => reply(
+                200,
+                &json!({"user_id": "u", "email": "", "current_org": "a", "orgs": ["a"], "auth_method": "token"}),
+            ),
+            ("GET", ["workspaces"]) => reply(200, &json!([workspace("a", &json!({}))])),
+            ("GET", ["workspaces", name]) => reply(200, &workspace(name, &json!({"sandboxes": 9, "fan_out": 4}))),
+            ("PUT", ["workspaces", name]) => reply(200, &workspace(name, &json_body)),
+            ("DELETE", ["workspaces", "full"]) => {
+                reply(409, &json!({"error": "not empty", "code": "workspace_not_empty"}))
+            }
+            ("DELETE", ["workspaces", _]) => StatusCode::NO_CONTENT.into_response(),
+            ("GET", ["audit"]) => reply(
+                200,
+                &json!([{"id": 7, "at": "2026-01-01T00:00:00Z", "workspace": "a", "token": "pds_0f8fad5b",
+                    "method": "POST", "route": "/v1/sandboxes", "resource": A, "status": 201, "request_id": "r"}]),
+            ),
             ("GET", ["snapshots"]) => reply(200, &json!({"snapshots": []})),
             _ => reply(404, &json!({"error": format!("no route {line}"), "code": "no_route"})),
         }
@@ -208,6 +235,18 @@ fn fork(parent: &str, count: Option<u64>) -> Value {
         "tree_id": "T", "at": "2026-01-01T00:00:00Z", "parent_paused_ms": 12.5, "disk_clone": "reflink",
         "flushed": true, "mode": "fork-tree", "inherited": "inherited memory and disk", "memory_bytes": 1 << 20,
     })
+}
+
+fn token(workspace: &str, label: &Value) -> Value {
+    json!({
+        "prefix": "pds_0f8fad5b", "label": label, "role": "member", "workspace": workspace,
+        "created_at": "2026-01-01T00:00:00Z", "expires_at": "2026-01-02T00:00:00Z",
+    })
+}
+
+fn workspace(name: &str, quota: &Value) -> Value {
+    let usage = json!({"sandboxes": 9, "memory_mb": 512, "snapshots": 0, "disk_mb": 1024});
+    json!({"name": name, "created_at": "2026-01-01T00:00:00Z", "quota": quota, "usage": usage, "tokens": 2})
 }
 
 fn stream(body: &Value) -> Response {

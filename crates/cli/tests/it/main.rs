@@ -5,4 +5,8 @@ mod commands;
 #[cfg(test)]
 mod fake;
 #[cfg(test)]
+mod ports;
+#[cfg(test)]
+mod tenants;
+#[cfg(test)]
 mod usage;

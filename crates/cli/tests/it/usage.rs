@@ -18,6 +18,12 @@ async fn wrong_command_lines_end_with_two() {
         &["explore", "x"],
         &["explore", "x", "--try", "no-command"],
         &["sandbox", "cp", "a", "b"],
+        &["token", "create"],
+        &["token", "create", "x", "--expires", "30"],
+        &["token", "create", "x", "--workspace", "A_b"],
+        &["workspace", "set-quota", "a"],
+        &["workspace", "set-quota", "a", "--sandboxes", "-1"],
+        &["workspace", "show", "../etc"],
         &["sandbox", "cp", "x:relative", "b"],
     ] {
         let done = run(args).await;

@@ -159,6 +159,9 @@ pub enum ExploreError {
     },
 }
 
+/// How long an interrupted exploration waits for the answer of its fork, before it hangs up.
+const LAST_ANSWER: Duration = Duration::from_secs(5);
+
 /// [`explore_until`] without an interruption.
 pub async fn explore(
     client: &Client,
@@ -184,11 +187,16 @@ pub async fn explore_until(
     let count = u32::try_from(candidates.len()).unwrap_or(u32::MAX);
     let metadata =
         BTreeMap::from([("explore".into(), "1".into()), ("explore_ttl".into(), options.ttl.as_secs().to_string())]);
-    // An interruption here hangs up, and the server undoes what it had begun.
+    let mut forking = std::pin::pin!(client.fork_tree(sandbox_id, count, metadata));
     let fork = tokio::select! {
-        fork = client.fork_tree(sandbox_id, count, metadata) => fork.map_err(ExploreError::Fork)?,
+        fork = &mut forking => fork.map_err(ExploreError::Fork)?,
         () = &mut interrupt => {
-            return Err(ExploreError::Interrupted { deleted: Vec::new(), failures: BTreeMap::new() });
+            // Hanging up makes the server undo what it had begun, but not what it has answered: its answer may be on its way.
+            let (deleted, failures) = match tokio::time::timeout(LAST_ANSWER, forking).await {
+                Ok(Ok(fork)) => delete_all(client, ids(&fork.children)).await,
+                Ok(Err(_)) | Err(_) => Default::default(),
+            };
+            return Err(ExploreError::Interrupted { deleted, failures });
         }
     };
     let fork_ms = u64::try_from(start.elapsed().as_millis()).unwrap_or(u64::MAX);

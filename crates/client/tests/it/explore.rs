@@ -261,6 +261,19 @@ async fn an_interruption_deletes_every_child() {
 }
 
 #[tokio::test]
+async fn an_interruption_while_the_fork_is_answered_deletes_every_child_too() {
+    let cloud = Cloud::default();
+    let server = cloud.start().await;
+    let list = candidates(&["exit 0", "exit 0"]);
+    let options = ExploreOptions::default();
+    let error = explore_until(&server.client(), "P", &list, &options, std::future::ready(())).await.unwrap_err();
+    assert!(
+        matches!(&error, ExploreError::Interrupted { deleted, failures } if deleted.len() == 2 && failures.is_empty())
+    );
+    assert!(cloud.alive().is_empty());
+}
+
+#[tokio::test]
 async fn what_cannot_be_explored_is_refused_before_anything_is_sent() {
     let server = Cloud::default().start().await;
     let client = server.client();

@@ -7,7 +7,8 @@ use crate::fake::{Seen, Server, fork, reply, sandbox, sse};
 use axum::body::Body;
 use axum::response::IntoResponse;
 use coppice_client::api::{
-    CreateSandboxRequest, ExecRequest, ForkMode, ForkRequest, LifecyclePatch, PromoteRequest, SandboxStatus,
+    CreateSandboxRequest, EgressPolicy, ExecRequest, ForkMode, ForkRequest, LifecyclePatch, NetworkRequest,
+    PromoteRequest, SandboxStatus,
 };
 use coppice_client::{Client, ClientError, ExecEvent, WriteBody};
 use serde_json::json;
@@ -27,9 +28,14 @@ async fn routes_are_those_of_the_contract() {
             "PATCH /v1/sandboxes/A/lifecycle" | "GET /v1/sandboxes/A/lifecycle" => {
                 reply(200, &json!({"ttl_seconds": 5, "persistent": false, "idle_seconds": 1}))
             }
+            "PATCH /v1/sandboxes/A/network" | "GET /v1/sandboxes/A/network" => {
+                reply(200, &json!({"egress": {"allow": ["example.org:443"]}}))
+            }
             "POST /v1/sandboxes/A/fork" | "POST /v1/sandboxes/A/fork-tree" => {
                 reply(201, &fork(&[sandbox("B", &json!({}))], &json!([])))
             }
+            "POST /v1/sandboxes/A/hibernate" => reply(200, &json!({"status": "hibernated"})),
+            "POST /v1/sandboxes/A/wake" => reply(200, &json!({"status": "running"})),
             "POST /v1/sandboxes/A/promote" => {
                 reply(200, &json!({"winner": "A", "tree_id": "T", "deleted": ["B"], "failures": {}}))
             }
@@ -49,8 +55,12 @@ async fn routes_are_those_of_the_contract() {
     client.get("A").await.unwrap();
     client.pause("A").await.unwrap();
     client.resume("A").await.unwrap();
+    assert_eq!(client.hibernate("A").await.unwrap().status, SandboxStatus::Hibernated);
+    assert_eq!(client.wake("A").await.unwrap().status, SandboxStatus::Running);
     let patch = LifecyclePatch { ttl_seconds: Some(5), persistent: None };
     assert_eq!(client.set_lifecycle("A", &patch).await.unwrap(), client.lifecycle("A").await.unwrap());
+    let allow = NetworkRequest { egress: Some(EgressPolicy::Allow(vec!["example.org:443".into()])) };
+    assert_eq!(client.set_network("A", &allow).await.unwrap(), client.network("A").await.unwrap());
     assert_eq!(client.snapshots(Some("A b")).await.unwrap(), []);
     assert_eq!(client.snapshots(None).await.unwrap(), []);
     assert_eq!(client.templates().await.unwrap(), []);
@@ -69,6 +79,7 @@ async fn routes_are_those_of_the_contract() {
     let body = |line: &str| seen.iter().find(|seen| seen.line == line).unwrap().json();
     assert_eq!(body("POST /v1/sandboxes"), json!({"template": "base"}));
     assert_eq!(body("PATCH /v1/sandboxes/A/lifecycle"), json!({"ttl_seconds": 5}));
+    assert_eq!(body("PATCH /v1/sandboxes/A/network"), json!({"egress": {"allow": ["example.org:443"]}}));
     assert_eq!(body("POST /v1/sandboxes/A/fork"), json!({"count": 1, "mode": "warm"}));
     assert_eq!(body("POST /v1/sandboxes/A/fork-tree"), json!({"count": 3, "metadata": {"a": "b"}}));
     assert_eq!(body("POST /v1/sandboxes/A/promote"), json!({"cleanup_siblings": true}));

@@ -79,21 +79,6 @@ fn on_path(program: &str) -> bool {
         .any(|dir| Path::new(dir).join(program).is_file())
 }
 
-pub(super) fn cgroups() -> Check {
-    let root = Path::new("/sys/fs/cgroup");
-    let unified = std::fs::read_to_string(root.join("cgroup.controllers")).ok();
-    match unified {
-        Some(controllers) if controllers.split_whitespace().any(|name| name == "memory") => Check::ok("cgroups", "v2"),
-        Some(_) => Check::warn(
-            "cgroups",
-            "v2, without the memory controller",
-            "limits on a VM's memory can't be enforced; enable the controller for this group",
-        ),
-        None if root.join("memory").is_dir() => Check::ok("cgroups", "v1"),
-        None => Check::warn("cgroups", "none are mounted", "limits on what a VM uses can't be enforced; mount cgroup2"),
-    }
-}
-
 pub(super) fn pagemap() -> Check {
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
     let newer = version(&release).is_some_and(|version| version >= PAGEMAP_SCAN);
@@ -116,22 +101,26 @@ pub(super) fn userfaultfd() -> Check {
     Check::warn("userfaultfd", "this kernel has none", "only streaming restores will need it")
 }
 
-pub(super) fn tun() -> Check {
-    if Path::new("/dev/net/tun").exists() {
-        return Check::ok("TUN", "there");
+/// Links, rules and namespaces, tried out. What is missing keeps `coppice up` from starting.
+pub(super) async fn network() -> Vec<Check> {
+    let missing = tokio::task::spawn_blocking(coppice_net::check).await.unwrap_or_default();
+    if missing.is_empty() {
+        return vec![Check::ok("network", "namespaces, TAPs and nftables rules can be made")];
     }
-    Check::warn("TUN", "there is no /dev/net/tun", "sandboxes have no network here; modprobe tun")
+    missing.into_iter().map(|missing| Check::fail("network", missing.what, missing.hint)).collect()
 }
 
-pub(super) fn nftables() -> Check {
-    if on_path("nft") || Path::new("/sys/module/nf_tables").exists() {
-        return Check::ok("nftables", "there");
+pub(super) fn dns() -> Check {
+    let resolvers = coppice_net::dns::system_upstreams();
+    if resolvers.is_empty() {
+        return Check::warn(
+            "DNS",
+            "this host names no resolver: sandboxes can't resolve names",
+            "add a nameserver line to /etc/resolv.conf, or give one with `coppice up --dns`",
+        );
     }
-    Check::warn(
-        "nftables",
-        "neither nft nor the kernel module is there",
-        "sandboxes' network will need it; apt-get install nftables",
-    )
+    let names: Vec<String> = resolvers.iter().map(|server| server.ip().to_string()).collect();
+    Check::ok("DNS", format!("names are asked of {}", names.join(", ")))
 }
 
 #[cfg(test)]

@@ -67,10 +67,12 @@ pub(crate) async fn run(context: &Context<'_>, args: DoctorArgs) -> Result<(), C
     let dir = &context.global.data_dir;
     let mut checks = vec![host::root(), host::system(), host::memory()];
     checks.extend(vms::engine(&args.engine).await);
-    checks.extend([vms::user(&args.engine), vms::agent()]);
+    checks.extend([vms::jail(&args.engine).await, vms::user(), vms::agent()]);
     checks.extend(storage::all(dir));
     checks.extend(host::tools());
-    checks.extend([host::cgroups(), host::pagemap(), host::userfaultfd(), host::tun(), host::nftables()]);
+    checks.extend([host::pagemap(), host::userfaultfd()]);
+    checks.extend(host::network().await);
+    checks.push(host::dns());
     checks.push(vms::server(dir));
     let failed = checks.iter().filter(|check| check.level == Level::Fail).count();
     let report = Report { healthy: failed == 0, data_dir: dir.clone(), checks };

@@ -1,8 +1,9 @@
 //! `coppice sandbox create`
 
 use clap::Args;
-use coppice_client::api::CreateSandboxRequest;
+use coppice_client::api::{CreateSandboxRequest, EgressPolicy, NetworkRequest};
 
+use super::network::egress;
 use crate::commands::{Context, pair};
 use crate::error::CliError;
 use crate::interrupt::or_undo;
@@ -23,6 +24,10 @@ pub struct CreateArgs {
     /// Never delete it for being idle
     #[arg(long)]
     persistent: bool,
+    /// What it may reach: `open` (the internet), `none`, or a list of addresses, CIDRs and names, each with an optional
+    /// port. Default: open
+    #[arg(long, value_name = "open|none|ENTRY,…", value_parser = egress)]
+    egress: Option<EgressPolicy>,
     /// Your own words about it
     #[arg(short, long, value_name = "NAME=VALUE", value_parser = pair)]
     metadata: Vec<(String, String)>,
@@ -43,6 +48,7 @@ pub(crate) async fn run(context: &Context<'_>, args: CreateArgs) -> Result<(), C
         ttl_seconds: args.ttl,
         persistent: args.persistent.then_some(true),
         metadata: (!args.metadata.is_empty()).then(|| args.metadata.into_iter().collect()),
+        network: args.egress.map(|egress| NetworkRequest { egress: Some(egress) }),
         volumes: None,
     };
     let undo = |sandbox: coppice_client::api::Sandbox| {

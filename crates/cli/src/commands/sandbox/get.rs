@@ -21,6 +21,7 @@ pub(crate) async fn run(context: &Context<'_>, args: GetArgs) -> Result<(), CliE
         let mut text = super::rows(style, std::slice::from_ref(&sandbox));
         text.push_str(&format!("\n{} CPU, {} MiB; ready after ", sandbox.cpu, sandbox.memory_mb));
         text.push_str(&words::millis(sandbox.boot_ms));
+        text.push_str(&format!("\negress: {}", words::egress(&sandbox.network.egress)));
         for (name, value) in &sandbox.metadata {
             text.push_str(&format!("\n{name}: {}", value.replace(char::is_control, " ")));
         }

@@ -4,12 +4,15 @@ mod cp;
 mod create;
 mod exec;
 mod get;
+mod hibernate;
 mod list;
 mod logs;
+mod network;
 mod pause;
 mod resume;
 pub(crate) mod rm;
 mod snapshot;
+mod wake;
 
 use std::process::ExitCode;
 
@@ -42,10 +45,16 @@ pub enum SandboxCommand {
     /// Delete sandboxes
     #[command(visible_alias = "delete")]
     Rm(rm::RmArgs),
+    /// Show or change what it may reach
+    Network(network::NetworkArgs),
     /// Stop its virtual CPUs
     Pause(pause::PauseArgs),
     /// Let them run on
     Resume(resume::ResumeArgs),
+    /// Keep it on the server's disk and end its machine; any use wakes it
+    Hibernate(hibernate::HibernateArgs),
+    /// Bring a hibernated one back; it is usable when this returns
+    Wake(wake::WakeArgs),
     /// Keep memory and disk as they are now; it runs on
     Snapshot(snapshot::SnapshotArgs),
 }
@@ -60,8 +69,11 @@ pub(crate) async fn run(context: &Context<'_>, command: SandboxCommand) -> Resul
         SandboxCommand::Logs(args) => plain(logs::run(context, args)).await,
         SandboxCommand::Cp(args) => plain(cp::run(context, args)).await,
         SandboxCommand::Rm(args) => plain(rm::run(context, args)).await,
+        SandboxCommand::Network(args) => plain(network::run(context, args)).await,
         SandboxCommand::Pause(args) => plain(pause::run(context, args)).await,
         SandboxCommand::Resume(args) => plain(resume::run(context, args)).await,
+        SandboxCommand::Hibernate(args) => plain(hibernate::run(context, args)).await,
+        SandboxCommand::Wake(args) => plain(wake::run(context, args)).await,
     };
     done.map(|()| ExitCode::SUCCESS)
 }

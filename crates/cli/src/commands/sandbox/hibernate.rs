@@ -1,0 +1,22 @@
+//! `coppice sandbox hibernate`
+
+use clap::Args;
+use serde_json::json;
+
+use crate::commands::Context;
+use crate::error::CliError;
+use crate::resolve;
+
+/// Arguments of `coppice sandbox hibernate`.
+#[derive(Debug, Args)]
+pub struct HibernateArgs {
+    /// Its id, or a unique beginning of it
+    sandbox: String,
+}
+
+pub(crate) async fn run(context: &Context<'_>, args: HibernateArgs) -> Result<(), CliError> {
+    let client = context.client()?;
+    let id = resolve::sandbox(&client, &args.sandbox).await?;
+    let reply = client.hibernate(&id).await?;
+    context.output.done(&json!({"id": id, "status": reply.status}), &format!("hibernated {id}"))
+}
