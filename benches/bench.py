@@ -11,18 +11,19 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from harness import host
+from harness import host, outside
 from harness.paths import PREPARED, binary
 from harness.server import Server, make_data_dir, prepared_templates, remove_workspace
 from harness.wire import Wire
@@ -397,6 +398,156 @@ def exec_round_trip(bench: Bench, rounds: int) -> None:
     bench.report.samples("exec true", taken, "ms")
 
 
+#: What slot_bench measures.
+SLOTS = {
+    "take_ahead_us": "taking a ready slot",
+    "take_ahead_listed_us": "taking a ready slot, with an allow-list",
+    "take_cold_us": "building a slot",
+}
+
+
+def slots(bench: Bench) -> None:
+    """A ready slot against one that is built when it is asked for. Without machines."""
+    report = bench.report
+    report.head(
+        "Network: taking a slot against building one",
+        "taking: from the call until TAP, address and MAC are there and its rules are in force, from a pool that was",
+        "  made ahead; with an allow-list, its rules are made in the call. building: the same when nothing was made",
+        "  ahead. All by target/release/examples/slot_bench, in process, in a namespace of its own, in this run.",
+    )
+    program = binary().parent / "examples" / "slot_bench"
+    if not program.is_file():
+        report.failure(f"{program} is missing: `make bench` builds it")
+        return
+    done = subprocess.run([str(program)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    if done.returncode != 0:
+        report.failure(f"{program.name} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+        return
+    told = {words[0]: words[2:] for line in done.stdout.splitlines() if (words := line.split())[1:2] == ["samples"]}
+    medians = {}
+    for key, name in SLOTS.items():
+        values = [float(value) / 1000 for value in told.get(key, [])]
+        if not values:
+            report.failure(f"{program.name} told nothing of {key}, but of {sorted(told)}")
+            return
+        medians[key] = statistics.median(values)
+        report.rows.append({"name": name, "unit": "ms", "samples": values, "median": medians[key]})
+        print(f"  {name:<46} median {number(medians[key]):>8} ms    n={len(values)}")
+        shown = "  ".join(number(value) for value in values[:16])
+        print(f"  {'':<4}the first ones: [{shown}]", flush=True)
+    taking, building = medians["take_ahead_us"], medians["take_cold_us"]
+    report.fact("taking a ready slot, p50", taking, f"{number(taking)} ms (target: under 1)")
+    report.fact("building / taking", building / taking, f"{building / taking:.0f} times")
+
+
+# Sends so many bytes to whoever asks.
+SENDER = r"""
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        left, chunk = int(self.path.rpartition('/')[2]), bytes(1 << 18)
+        self.send_response(200)
+        self.send_header('Content-Length', str(left))
+        self.end_headers()
+        while left > 0:
+            left -= self.wfile.write(chunk[:left])
+    def log_message(self, *args):
+        pass
+http.server.ThreadingHTTPServer(('0.0.0.0', 8000), Handler).serve_forever()
+"""
+
+
+def throughput(bench: Bench, size: int, rounds: int) -> None:
+    """How fast bytes come out of a guest, by both ways that there are, and into it."""
+    report = bench.report
+    report.head(
+        "Network: throughput of one connection",
+        f"{size // MIB} MiB of zeros over one TCP connection. guest -> host by the proxy: a server in Python in it,",
+        "  read by this program at /v1/sandboxes/ID/proxy/8000/. guest -> outside and back: curl in it against a",
+        "  server in a namespace behind the host (routed and masqueraded twice); the clock runs in the guest.",
+    )
+    with outside.outside() as far, bench.sandbox() as id:
+        file = f"/v1/sandboxes/{id}/fs?path=/root/sender.py"
+        reply = bench.wire.request("PUT", file, SENDER.encode())
+        if reply.status >= 300:
+            raise Failed(f"PUT {file}: {reply}")
+        bench.exec(id, "setsid python3 /root/sender.py </dev/null >/dev/null 2>&1 & echo")
+        bench.exec(id, "until curl -s -o /dev/null http://127.0.0.1:8000/1; do sleep 0.1; done")
+        taken: dict[str, list[float]] = {"proxy": [], "up": [], "down": []}
+
+        def proxied() -> None:
+            since = time.perf_counter()
+            reply = bench.wire.request("GET", f"/v1/sandboxes/{id}/proxy/8000/{size}", timeout=180)
+            if reply.status != 200 or len(reply.body) != size:
+                raise Failed(f"the proxy answered {reply.status} and {len(reply.body)} bytes")
+            taken["proxy"].append(size / MIB / (time.perf_counter() - since))
+
+        def curl(kind: str, what: str) -> None:
+            seconds = bench.exec(id, f"curl -s -f -o /dev/null -w '%{{time_total}}' {what}")
+            taken[kind].append(size / MIB / float(seconds.strip()))
+
+        for _ in range(rounds):
+            bench.attempt("proxy", proxied)
+            up = f"head -c {size} /dev/zero | curl -s -f -o /dev/null -w '%{{time_total}}' -H 'Expect:'"
+            up += f" -H 'Content-Length: {size}' -H 'Transfer-Encoding:' -X POST -T - http://{far.address}/"
+            bench.attempt("up", lambda up=up: taken["up"].append(size / MIB / float(bench.exec(id, up).strip())))
+            bench.attempt("down", lambda: curl("down", f"http://{far.address}/bytes/{size}"))
+    report.samples("guest -> host by the proxy", taken["proxy"], "MiB/s")
+    report.samples("guest -> outside", taken["up"], "MiB/s")
+    report.samples("outside -> guest", taken["down"], "MiB/s")
+
+
+def fork_with_network(bench: Bench, before: Bench | None, rounds: int) -> None:
+    """What the network costs a fork-tree of 16."""
+    report = bench.report
+    report.head(
+        "Network: fork-tree of 16 with and without it",
+        "Every machine of this build has a network. "
+        + (
+            "Compared with another build (--before) on the same host, one fork of each"
+            if before
+            else "No build without one was given (--before PROGRAM:DIR), so only"
+        ),
+        "in turn, each until all children answered their first `true`."
+        if before
+        else "the parts of the time are shown: taking the slots is in `prepare`, setting the address in `handshake`.",
+    )
+    sides = {"with": bench} | ({"without": before} if before else {})
+    done: dict[str, list[Forked]] = {name: [] for name in sides}
+    with ExitStack() as stack:
+        parents = {name: stack.enter_context(one.sandbox()) for name, one in sides.items()}
+        for _ in range(rounds):
+            for name, one in sides.items():
+                bench.attempt(
+                    f"fork {name}", lambda name=name, one=one: done[name].append(fork_once(one, parents[name], 16))
+                )
+    medians = {}
+    for name, forks in done.items():
+        if forks:
+            medians[name] = report.samples(f"{name} a network", [max(one.children) for one in forks], "ms")
+            boots = [child.get("boot") for one in forks for child in one.fork["children"]]
+            parts(report, f"{name} a network: each child", boots, BOOT_PARTS)
+    if len(medians) == 2:
+        ratio = medians["with"] / medians["without"]
+        report.fact("with / without", ratio, f"{ratio:.2f} (target: 1.10 or less)")
+
+
+@contextmanager
+def another_build(given: str | None, folder: Path, report: Report, template: str) -> Iterator[Bench | None]:
+    """A server of the build that was given as PROGRAM:DIR, where DIR has its kernels and templates."""
+    if not given:
+        yield None
+        return
+    program, _, prepared = given.partition(":")
+    data = make_data_dir(folder / "before", [template], prepared=Path(prepared))
+    server = Server(data, program=Path(program).resolve())
+    try:
+        server.start()
+        yield Bench(server, server.wire(), report, template)
+    finally:
+        server.close()
+
+
 def run(arguments: argparse.Namespace) -> int:
     """All measurements on a server of its own."""
     for missing, hint in (
@@ -427,6 +578,10 @@ def run(arguments: argparse.Namespace) -> int:
         dirty(bench, (16, 64, 128), 2 if quick else 3)
         clones(bench, 5 if quick else 11)
         exec_round_trip(bench, 20 if quick else 50)
+        slots(bench)
+        bench.attempt("throughput", lambda: throughput(bench, (16 if quick else 64) * MIB, 2 if quick else 5))
+        with another_build(arguments.before, folder, report, arguments.template) as before:
+            fork_with_network(bench, before, 2 if quick else 7)
     finally:
         left = server.close()
         remove_workspace(folder)
@@ -445,6 +600,11 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="also write every measurement as a line of JSON")
     parser.add_argument("--template", default="base", help="what is measured (default: base)")
     parser.add_argument("--quick", action="store_true", help="fewer samples: to see that it works, not to compare")
+    parser.add_argument(
+        "--before",
+        metavar="PROGRAM:DIR",
+        help="another build, and where its kernels and templates are: to compare forks",
+    )
     return run(parser.parse_args())
 
 

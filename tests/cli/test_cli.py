@@ -128,6 +128,16 @@ def test_cp_both_ways(cli: Cli, shared: Sandbox, tmp_path: Path) -> None:
     assert cli.run("sandbox", "cp", "a", "b").code == 2
 
 
+def test_hibernate_and_wake(cli: Cli, sandbox: Sandbox) -> None:
+    assert cli.json("sandbox", "hibernate", sandbox.id)["status"] == "hibernated"
+    assert cli.json("sandbox", "get", sandbox.id)["status"] == "hibernated"
+    assert "hibernated" in cli.ok("sandbox", "list")
+    assert cli.json("sandbox", "wake", sandbox.id)["status"] == "running"
+    assert "hibernated" in cli.ok("sandbox", "hibernate", sandbox.id)
+    assert cli.ok("sandbox", "exec", sandbox.id, "echo on") == "on\n"
+    assert cli.json("sandbox", "get", sandbox.id)["status"] == "running"
+
+
 def test_pause_and_resume(cli: Cli, sandbox: Sandbox) -> None:
     assert cli.json("sandbox", "pause", sandbox.id)["status"] == "paused"
     done = cli.run("sandbox", "exec", sandbox.id, "true")

@@ -53,16 +53,34 @@ def test_every_command_has_a_help_that_says_what_it_does() -> None:
 
     walk()
     expected = {"up", "doctor", "setup", "fork", "fork-tree", "promote", "explore", "tree", "version"}
-    sandbox = ("create", "list", "get", "exec", "logs", "cp", "rm", "pause", "resume", "snapshot")
+    sandbox = (
+        "create",
+        "list",
+        "get",
+        "exec",
+        "logs",
+        "cp",
+        "rm",
+        "pause",
+        "resume",
+        "hibernate",
+        "wake",
+        "snapshot",
+        "network",
+    )
     expected |= {f"sandbox {name}" for name in sandbox}
     expected |= {f"template {name}" for name in ("build", "list", "show", "delete")}
+    expected |= {f"ports {name}" for name in ("list", "open", "close")} | {"port-forward"}
+    expected |= {f"preview {name}" for name in ("create", "list", "revoke")}
     expected |= {f"snapshot {name}" for name in ("list", "get", "rm")}
+    expected |= {f"token {name}" for name in ("create", "list", "revoke")}
+    expected |= {f"workspace {name}" for name in ("list", "show", "set-quota", "delete")} | {"audit"}
     assert expected - set(seen) == set()
 
 
 def test_up_has_the_options_that_the_docs_promise() -> None:
     text = help_of("up") or ""
-    for option in ("--data-dir", "--listen", "--engine", "--default-ttl", "--json"):
+    for option in ("--data-dir", "--listen", "--engine", "--default-ttl", "--dns", "--json"):
         assert option in text
     assert "/var/lib/coppice" in text and "127.0.0.1:8080" in text and "COPPICE_DATA_DIR" in text
 
@@ -107,6 +125,22 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
         if not path.is_file() or not re.search(rf"\b(?:def|fn) {test}\b", path.read_text()):
             gone.append(f"{file}::{test}")
     assert gone == []
+
+
+@pytest.mark.parametrize("page", ["SPECIFICATION.md", "docs/threat-model.md"])
+def test_every_promise_and_everything_that_holds_names_its_test(page: str) -> None:
+    rows = re.findall(r"^\|(.+)\|$", (REPO / page).read_text(), re.MULTILINE)
+    tested, naked = False, []
+    for cells in (row.split("|") for row in rows):
+        last = cells[-1].strip()
+        if last in ("test", "enforced by"):
+            tested = True
+        elif not set(last) <= set("- "):
+            # A table without such a column names nothing that holds; its header is no row of the table before.
+            tested = tested and len(cells) > 2
+            if tested and not re.search(r"`(?:tests|crates)/[\w./-]+(?:::\w+)?`", last):
+                naked.append(cells[0].strip())
+    assert naked == []
 
 
 BLOCKS = [

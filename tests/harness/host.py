@@ -80,8 +80,9 @@ def left_overs(data_dir: Path) -> list[str]:
 
 
 def mounts_and_loops() -> list[str]:
-    """Mounted file systems and attached loop devices of the host."""
+    """Mounted file systems and attached loop devices of the host. Not namespaces: see [`traces.traces`]."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    mounts = [one for one in mounts if not one.startswith("/run/netns")]
     loops = []
     for device in sorted(Path("/sys/block").glob("loop*/loop/backing_file")):
         try:
@@ -89,3 +90,26 @@ def mounts_and_loops() -> list[str]:
         except OSError:
             continue
     return sorted(mounts) + loops
+
+
+def children(pid: int) -> list[tuple[int, str]]:
+    """Child processes, each with its start time: a pid alone may be given to another process."""
+    try:
+        listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [(int(child), start) for child in listed if (start := _start_time(int(child)))]
+
+
+def runs(process: tuple[int, str]) -> bool:
+    """Whether a process of [`children`] is still there, and no zombie."""
+    return _start_time(process[0]) == process[1]
+
+
+def _start_time(pid: int) -> str:
+    """Field 22 of /proc/PID/stat; empty for a process that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -4,13 +4,10 @@ The prepared templates and kernels are hard-linked into it (published files neve
 page cache is shared, and a server that somebody else runs on the prepared directory is not touched.
 """
 
-import hashlib
 import os
-import secrets
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -19,7 +16,7 @@ from typing import Any
 
 from pandastack import Client, Sandbox
 
-from . import host
+from . import host, traces
 from .paths import PREPARED, binary
 from .poll import until
 from .wire import Wire
@@ -57,14 +54,16 @@ def clone_tree(source: Path, target: Path) -> None:
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
-def make_data_dir(parent: Path, templates: Iterable[str] | None = None, *, own: bool = False) -> Path:
+def make_data_dir(
+    parent: Path, templates: Iterable[str] | None = None, *, own: bool = False, prepared: Path = PREPARED
+) -> Path:
     """A data directory with everything that a create needs: these templates or all, as links or as files of its own."""
     data = parent / "d"
     data.mkdir(parents=True, mode=0o755)
     put = clone_tree if own else link_tree
-    put(PREPARED / "kernels", data / "kernels")
+    put(prepared / "kernels", data / "kernels")
     for name in prepared_templates() if templates is None else templates:
-        put(PREPARED / "templates" / name, data / "templates" / name)
+        put(prepared / "templates" / name, data / "templates" / name)
     return data
 
 
@@ -87,7 +86,8 @@ def prepared_templates() -> list[str]:
 class Server:
     """One server. Not started by its constructor."""
 
-    def __init__(self, data_dir: Path, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, data_dir: Path, arguments: Sequence[str] = (), program: Path | None = None) -> None:
+        self.program = program or binary()
         self.data_dir = data_dir.resolve()
         self.log_path = data_dir.parent / "server.log"
         self.arguments = list(arguments)
@@ -102,12 +102,18 @@ class Server:
     def start(self) -> "Server":
         """Starts it and waits until it answers."""
         assert self.process is None, "it runs already"
-        command = [str(binary()), "up", "--data-dir", str(self.data_dir), "--listen", f"127.0.0.1:{self.port}"]
+        self.process = self.spawn()
+        until("the server answers /healthz", self._answers, START, 0.02)
+        return self
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Starts a process of it, which is the caller's."""
+        command = [str(self.program), "up", "--data-dir", str(self.data_dir), "--listen", f"127.0.0.1:{self.port}"]
         command += ["--no-prepare", *self.arguments]
         # Neither the caller's server nor its token may be found by accident.
         env = {name: text for name, text in os.environ.items() if not name.startswith(("PANDASTACK_", "COPPICE_"))}
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -115,8 +121,6 @@ class Server:
                 env=env,
                 start_new_session=True,
             )
-        until("the server answers /healthz", self._answers, START, 0.02)
-        return self
 
     def _answers(self) -> bool:
         assert self.process is not None
@@ -135,11 +139,17 @@ class Server:
         return self.process.pid
 
     def kill9(self) -> None:
-        """Ends it without a chance to tidy up. Its VMs run on."""
+        """Ends it without a chance to tidy up: the process that was started. Its VMs run on.
+
+        Its other half follows within a second, and answers until then: it is waited for, so that nobody takes it for
+        the next server.
+        """
         assert self.process is not None, "it does not run"
+        halves = host.children(self.process.pid)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
         self.process = None
+        until("the other half of a killed server is gone", lambda: not any(host.runs(half) for half in halves), 5, 0.01)
 
     def stop(self) -> int:
         """Ends it politely and gives its exit code. Its VMs run on."""
@@ -168,16 +178,11 @@ class Server:
                 return text.strip('"')
         raise AssertionError("credentials.env has no PANDASTACK_API_KEY")
 
-    def foreign_key(self, workspace: str) -> str:
-        """A token of another workspace. No command makes one yet, so it is put where the server looks."""
-        token = f"pds_{secrets.token_hex(16)}"
-        row = (hashlib.sha256(token.encode()).digest(), token[:12], workspace, "test", "2026-01-01T00:00:00Z")
-        with sqlite3.connect(self.data_dir / "control.db", timeout=10) as database:
-            database.execute(
-                "INSERT INTO tokens (hash, prefix, workspace, label, created_at) VALUES (?, ?, ?, ?, ?)", row
-            )
-        database.close()
-        return token
+    def foreign_key(self, workspace: str, **more: Any) -> str:
+        """A token of another workspace, which comes into being with its first one."""
+        reply = self.wire().json("POST", f"/v1/workspaces/{workspace}/tokens", {"label": "test", **more})
+        assert reply.status == 201, reply
+        return str(reply.json()["token"])
 
     def client(self, **more: Any) -> Client:
         """The published client. It does not repeat refused creates unless told to: a refusal must be seen."""
@@ -198,6 +203,17 @@ class Server:
             for row in wire.json("GET", f"/v1/{kind}").json():
                 reply = wire.json("DELETE", f"/v1/{kind}/{row['id']}")
                 assert reply.status in (204, 404), reply
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one series of /metrics; 0 when there is none."""
+        text = self.wire(key="").request("GET", "/metrics").body.decode()
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        for line in text.splitlines():
+            series, _, value = line.rpartition(" ")
+            head, _, rest = series.partition("{")
+            if head == name and wanted <= set(rest.rstrip("}").split(",")):
+                return float(value)
+        return 0.0
 
     def left_overs(self) -> list[str]:
         """See [`host.left_overs`]."""
@@ -231,6 +247,8 @@ class Server:
                 time.sleep(0.1)
             left += self.left_overs()
             self.stop()
+            # A server without sandboxes takes everything with it.
+            left += traces.traces(self.data_dir)
         except (AssertionError, OSError) as error:
             left.append(f"{type(error).__name__}: {error}")
         finally:
@@ -238,5 +256,6 @@ class Server:
                 self.kill9()
             for pid in host.vmm_pids(self.data_dir):
                 host.kill(pid)
+            traces.remove(self.data_dir)
             shutil.rmtree(self.data_dir, ignore_errors=True)
         return left

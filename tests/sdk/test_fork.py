@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from pandastack import BadRequestError, Client, NotFoundError, Sandbox
 
-from harness.guest import sh
+from harness.guest import identity, sh
 from harness.server import Server
 from harness.wire import Wire
 
@@ -118,8 +118,15 @@ def test_82_counts_out_of_range_are_refused(server: Server, shared: Sandbox, cou
     assert server.ids() == before
 
 
-@pytest.mark.skip(reason="guests of this version have no network; fresh randomness is in vm/test_fork_state.py")
-def test_84_children_have_networks_of_their_own() -> None: ...
+def test_84_children_have_networks_and_randomness_of_their_own(shared: Sandbox, family: Callable) -> None:
+    machines = [shared.refresh(), *family(shared, 3)]
+    addresses = [machine.guest_ip for machine in machines]
+    assert len(set(addresses)) == 4 and "" not in addresses
+    for machine, address in zip(machines, addresses, strict=True):
+        assert f" {address}/32 " in sh(machine, "ip -4 -o addr show eth0")
+    identities = [identity(machine) for machine in machines]
+    for field in ("hostname", "machine_id", "random", "urandom", "generation"):
+        assert len({getattr(one, field) for one in identities}) == 4, field
 
 
 def test_85_promote_without_cleanup(shared: Sandbox, family: Callable) -> None:

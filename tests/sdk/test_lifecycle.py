@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pandastack import BadRequestError, Client, NotFoundError, Sandbox, ServerError
 
+from harness import host
 from harness.guest import ask_holder, clock_error, sh, start_holder
 from harness.poll import holds, until
 from harness.server import Server
@@ -170,8 +171,45 @@ def test_23_pause_stops_and_resume_goes_on_where_it_was(wire: Wire, sandbox: San
     assert clock_error(sandbox) < 0.1
 
 
-@pytest.mark.skip(reason="hibernate and wake are routes of a later version; here they are 404 (test_05)")
-def test_24_to_26_hibernate_and_wake() -> None: ...
+def test_24_a_hibernated_sandbox_is_listed_as_such_and_woken_by_its_next_use(
+    server: Server, client: Client, sandbox: Sandbox
+) -> None:
+    before = start_holder(sandbox)
+    sh(sandbox, "echo kept >/tmp/x")
+    vmm = server.vmm(sandbox)
+    assert sandbox.hibernate() is None
+    for _ in range(2):
+        assert {row.id: row.status for row in client.sandboxes.list()}[sandbox.id] == "hibernated"
+        assert sandbox.refresh().status == "hibernated"
+    assert not host.is_alive(vmm)
+    assert sandbox.exec("cat /tmp/x").stdout == "kept\n"
+    assert sandbox.refresh().status == "running"
+    after = ask_holder(sandbox)
+    assert (after.pid, after.secret, after.nameless) == (before.pid, before.secret, before.nameless)
+    assert clock_error(sandbox) < 0.1
+
+
+def test_25_wake_brings_it_back_and_is_idempotent(sandbox: Sandbox) -> None:
+    before = start_holder(sandbox)
+    sandbox.wake()
+    sandbox.hibernate()
+    assert sandbox.wake() is None
+    assert sandbox.refresh().status == "running"
+    sandbox.wake()
+    assert ask_holder(sandbox).secret == before.secret
+
+
+def test_26_hibernate_is_idempotent_and_a_hibernated_sandbox_can_be_killed(
+    server: Server, client: Client, sandbox: Sandbox
+) -> None:
+    sandbox.hibernate()
+    sandbox.hibernate()
+    assert sandbox.refresh().status == "hibernated"
+    sandbox.kill()
+    assert is_gone(client, sandbox.id)
+    with pytest.raises(NotFoundError):
+        sandbox.wake()
+    assert sandbox.id not in server.ids()
 
 
 def test_27_kill_is_final(server: Server, client: Client, wire: Wire) -> None:
