@@ -23,9 +23,9 @@ use crate::store::StoreError;
 
 /// What children of a live fork have, and what they don't.
 const INHERITED: &str = "Each child has the parent's memory, running processes, open files and disk as of that instant, \
-                         written to disk or not. It does not have: the parent's sandbox id, hostname, machine-id, random \
-                         state of the kernel, TTL (its own applies), or a share in anything written by the parent or a \
-                         sibling afterwards.";
+                         written to disk or not. It does not have: the parent's sandbox id, hostname, machine-id, network \
+                         address, connections to other machines (they end with an error), random state of the kernel, \
+                         TTL (its own applies), or a share in anything written by the parent or a sibling afterwards.";
 
 pub(crate) async fn fork_tree(
     shared: &Arc<Shared>,
