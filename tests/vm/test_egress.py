@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from pandastack import Sandbox
 
-from harness import outside as net
 from harness.guest import sh
-from harness.outside import DNS, ECHO, ECHO_TOO, HTTP, Servers, reaches
+from harness.outside import DNS, ECHO, ECHO_TOO, HTTP, Servers
 from harness.poll import holds, until
 from harness.probes import Target, ask, connections, probe, reached, start_connections
 from harness.server import Server
@@ -20,21 +19,6 @@ from harness.wire import Reply, Wire
 GATEWAY = "10.203.0.1"
 #: Answers are good for at least so long, however short they say they are; and it may take a moment more.
 GRACE = 15.0
-
-
-@pytest.fixture(scope="module")
-def outside() -> Iterator[Servers]:
-    """The internet, with its DNS."""
-    with net.outside() as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def private() -> Iterator[Servers]:
-    """Where nobody may go."""
-    with net.private_hosts() as servers:
-        assert all(reaches(address, ECHO) for address in servers.addresses)
-        yield servers
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from ipaddress import IPv4Address, IPv4Network
 import pytest
 from pandastack import Client, Sandbox
 
-from harness import outside as net
 from harness import traces
 from harness.frames import ARP, IPV4, IPV6, UDP, VLAN, Tap, ethernet, is_at, udp, udp6
 from harness.guest import sh
@@ -39,22 +38,6 @@ METADATA = "169.254.169.254"
 CHILDREN = 16
 #: How long an inherited connection may seem to live, and how far a guest's clock may be off.
 SECOND, CLOCK = 1.0, 0.1
-
-
-@pytest.fixture(scope="module")
-def outside() -> Iterator[Servers]:
-    """Where sandboxes may go."""
-    with net.outside() as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def private() -> Iterator[Servers]:
-    """Where they may not."""
-    with net.private_hosts() as servers:
-        # Whoever is not kept out gets there: the host does.
-        assert all(reaches(address, ECHO) for address in servers.addresses)
-        yield servers
 
 
 @pytest.fixture(scope="module")
