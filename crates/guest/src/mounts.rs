@@ -16,6 +16,10 @@ const NEW_ROOT: &str = "/newroot";
 /// Where the groups that processes are held in are.
 pub(crate) const CGROUPS: &str = "/sys/fs/cgroup";
 
+/// What is mounted over the kernel's boot id.
+pub(crate) const BOOT_ID: &str = "run/coppice/boot_id";
+const KERNELS_BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
 /// One file system without a disk.
 struct Virtual {
     kind: &'static str,
@@ -68,7 +72,16 @@ pub(crate) fn mount_rest() -> io::Result<()> {
     for dir in ["/run/coppice", "/run/lock"] {
         fs::create_dir_all(dir)?;
     }
-    ["hostname", "machine-id", "resolv.conf"].into_iter().try_for_each(mount_name)
+    ["hostname", "machine-id", "resolv.conf"].into_iter().try_for_each(mount_name)?;
+    mount_boot_id()
+}
+
+/// The kernel's id of this boot is in its memory, and so in every copy; what asks for it is shown one that a resume can write.
+fn mount_boot_id() -> io::Result<()> {
+    let file = format!("/{BOOT_ID}");
+    fs::write(&file, fs::read(KERNELS_BOOT_ID)?)?;
+    mount_bind(file.as_str(), KERNELS_BOOT_ID)
+        .map_err(|error| io::Error::other(format!("mounting {file} over {KERNELS_BOOT_ID}: {error}")))
 }
 
 /// Files that resumes write are in memory and only mounted over the disk: a write to ext4 runs much more kernel code

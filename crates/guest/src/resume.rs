@@ -1,7 +1,7 @@
 //! The resume handshake: what makes a restored or freshly booted machine this machine, now.
 //!
 //! In this order: the clock is stepped (so that nothing later carries an old time), entropy is added and the CRNG
-//! reseeded (so that nothing later draws numbers that a sibling draws), host name and machine-id are set, the network
+//! reseeded (so that nothing later draws numbers that a sibling draws), host name, machine-id and boot id are set, the network
 //! interface gets its MAC and address and connections from an earlier address are ended, the identity is written to
 //! `/run/coppice/identity.json`, and the hooks in `/etc/coppice/resume.d` run, which may rely on all of it.
 //! Then processes are told to reseed, and last of all those that were held when the machine was captured go on ([`crate::hold`]).
@@ -30,7 +30,9 @@ use coppice_guest_proto::{
 use serde::Serialize;
 use tonic::Status;
 
-use crate::{network::NetworkConfig, processes::Group, service::Agent, spawn::SpawnError, system::System};
+use crate::{
+    mounts::BOOT_ID, network::NetworkConfig, processes::Group, service::Agent, spawn::SpawnError, system::System,
+};
 
 /// Bytes of a generation.
 const GENERATION: usize = 16;
@@ -40,6 +42,8 @@ const MAX_NAME: usize = 256;
 const MAX_DNS: usize = 16;
 /// When the line about a handshake goes to the console.
 const LOG_LATER: Duration = Duration::from_millis(250);
+/// Longest that a message is taken to have been on its way.
+const MAX_LATE_NS: i64 = 1_000_000_000;
 /// Directory entries of `resume.d` that are looked at.
 const MAX_HOOK_ENTRIES: usize = 1024;
 
@@ -157,7 +161,12 @@ fn apply(
     let elapsed = i64::try_from(begun.elapsed().as_nanos()).unwrap_or(0);
     let now = request.wall_clock_unix_ns.saturating_add(elapsed);
     let clock_error_ns = system.realtime_ns().saturating_sub(now);
-    system.step_clock(now).map_err(|e| failed("stepping the clock", e))?;
+    // Standing still puts no clock ahead. One that is seems so because the message was on its way for as long: it is right
+    // already, or not as wrong as it would be then.
+    let is_late = reason == ResumeReason::Unpause && (0..MAX_LATE_NS).contains(&clock_error_ns);
+    if !is_late {
+        system.step_clock(now).map_err(|e| failed("stepping the clock", e))?;
+    }
     if reason == ResumeReason::Unpause {
         return Ok(clock_error_ns);
     }
@@ -173,6 +182,10 @@ fn apply(
     };
     for (path, line) in [("etc/hostname", &request.hostname), ("etc/machine-id", &request.machine_id)] {
         overwrite(&root.join(path), &format!("{line}\n")).map_err(|e| failed(&format!("writing /{path}"), e))?;
+    }
+    if is_copy(reason) {
+        let boot_id = format!("{}\n", hex(&request.generation));
+        overwrite(&root.join(BOOT_ID), &boot_id).map_err(|e| failed(&format!("writing /{BOOT_ID}"), e))?;
     }
     set_network()?;
     write("run/coppice/identity.json", 0o644, &identity_json(reason, request)?)?;
