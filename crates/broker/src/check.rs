@@ -63,7 +63,7 @@ pub(crate) fn order(order: &SpawnOrder) -> Result<(), Failure> {
     if order.mac[0] & 3 != 2 {
         return Err(refused("that is no hardware address of a guest"));
     }
-    if order.jail.index >= coppice_net::MAX_SLOTS {
+    if order.jail.place().is_none_or(|(index, _)| index >= coppice_net::MAX_SLOTS) {
         return Err(refused("there is no such slot"));
     }
     Ok(())

@@ -5,7 +5,7 @@
 //! the comments here give.
 
 use coppice_engine::{ArenaId, ProcessId, ProcessStats, Range, SpawnOrder, VmmFacts};
-use coppice_net::{Counters, Egress, Opening, SlotRecord};
+use coppice_net::{Counters, Egress, Opening, Seat, SlotRecord};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +13,7 @@ use crate::failure::Failure;
 use crate::frame::FrameError;
 
 /// Raised with every change of what is said: both halves are the same binary, unless it was replaced in between.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// What the unprivileged half asks for.
 #[derive(Debug, Serialize, Deserialize)]
@@ -64,6 +64,8 @@ pub(crate) enum SlotsRequest {
     },
     Take(Egress),
     Put(u32),
+    Reseat(u32),
+    Unseat(u32, Seat),
     SetEgress(u32, Egress),
     OpenNames(u32, Vec<Opening>),
     GuestSocket,
@@ -81,6 +83,7 @@ pub(crate) enum Answer {
     /// With the TAP.
     Slot {
         index: u32,
+        seat: Seat,
         mac: [u8; 6],
         address: std::net::Ipv4Addr,
     },

@@ -14,7 +14,7 @@ use coppice_engine::{
     ArenaId, JailLayer, JailReport, JailSlot, MemoryHandle, Privileged, ProcessId, ProcessStats, Range, SpawnFds,
     SpawnOrder, Spawned, StartFds, StartKind, VmError, VmmFacts,
 };
-use coppice_net::{Counters, Egress, NetError, Opening, Slot, SlotRecord, Slots, address_of};
+use coppice_net::{Counters, Egress, NetError, Opening, Seat, Slot, SlotRecord, Slots, address_of};
 use coppice_snapshot::{Accel, MachineSpec};
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
@@ -44,6 +44,20 @@ struct TestSlots {
     meet: Option<Barrier>,
 }
 
+impl TestSlots {
+    fn slot(seat: Seat) -> Slot {
+        let tap = Arc::new(text_file(tap_of(seat)));
+        Slot { index: 3, seat, mac: [2, 0x63, 1, 2, 3, 4], address: address_of(3).unwrap(), tap }
+    }
+}
+
+fn tap_of(seat: Seat) -> &'static str {
+    match seat {
+        Seat::First => "tap",
+        Seat::Second => "other tap",
+    }
+}
+
 impl Slots for TestSlots {
     fn reclaim(&self, keep: &[SlotRecord]) -> Result<(), NetError> {
         *lock(&self.kept) = keep.to_vec();
@@ -53,8 +67,13 @@ impl Slots for TestSlots {
         if *egress == Egress::None {
             return Err(NetError::Exhausted { limit: 7 });
         }
-        let tap = Arc::new(text_file("tap"));
-        Ok(Slot { index: 3, mac: [2, 0x63, 1, 2, 3, 4], address: address_of(3).unwrap(), tap })
+        Ok(Self::slot(Seat::First))
+    }
+    fn reseat(&self, index: u32) -> Result<Slot, NetError> {
+        if index == 3 { Ok(Self::slot(Seat::Second)) } else { Err(NetError::UnknownSlot { index }) }
+    }
+    fn unseat(&self, index: u32, _seat: Seat) -> Result<(), NetError> {
+        if index == 3 { Ok(()) } else { Err(NetError::UnknownSlot { index }) }
     }
     fn put(&self, index: u32) -> Result<(), NetError> {
         if index == 3 { Ok(()) } else { Err(NetError::UnknownSlot { index }) }
@@ -110,7 +129,7 @@ impl Privileged for TestPrivileged {
     fn spawn(&self, order: &SpawnOrder, fds: SpawnFds<'_>) -> Result<Spawned, VmError> {
         assert_eq!(fds.kind(), order.start);
         assert_eq!(text_of(fds.memory), "memory");
-        assert_eq!(text_of(fds.tap), "tap", "the slot's own, whichever came");
+        assert_eq!(text_of(fds.tap), tap_of(order.jail.place().unwrap().1), "the seat's own, whichever came");
         if order.machine.cpus == 64 {
             return Err(VmError::Jail { layer: JailLayer::Cgroup, problem: "none".into() });
         }
@@ -242,6 +261,13 @@ fn slots_are_the_same_on_both_sides() {
         assert_eq!(text_of(&slot.tap), "tap");
     }
     assert!(matches!(slots.take(&Egress::None), Err(NetError::Exhausted { limit: 7 })));
+    let next = slots.reseat(3).unwrap();
+    assert_eq!((next.index, next.seat, next.mac), (3, Seat::Second, [2, 0x63, 1, 2, 3, 4]));
+    assert_eq!(text_of(&next.tap), "other tap");
+    slots.unseat(3, Seat::First).unwrap();
+    assert!(matches!(slots.reseat(4), Err(NetError::UnknownSlot { index: 4 })));
+    assert!(matches!(slots.unseat(4, Seat::First), Err(NetError::UnknownSlot { index: 4 })));
+    assert!(matches!(slots.reseat(u32::MAX), Err(NetError::Remote { .. })));
     slots.put(3).unwrap();
     assert!(matches!(slots.put(4), Err(NetError::UnknownSlot { index: 4 })));
     assert!(matches!(slots.put(u32::MAX), Err(NetError::Remote { .. })));
@@ -273,6 +299,7 @@ fn records_for_more_than_one_message_arrive_as_one_list() {
             mac: [2, 0x63, 0, 0, 0, 1],
             address: address_of(index).unwrap(),
             egress: Egress::allow(&(0..64).map(name).collect::<Vec<_>>()).unwrap(),
+            seat: Seat::Second,
         })
         .collect();
     assert!(crate::message::encode(&records).unwrap().len() > 2 * frame::MAX_MESSAGE);
@@ -354,6 +381,32 @@ fn machines_are_the_same_on_both_sides() {
 }
 
 #[test]
+fn a_successor_sits_beside_its_predecessor_only_where_a_seat_was_made() {
+    let Some(parts) = Parts::new() else { return };
+    let world = world();
+    let (privileged, slots) = (world.privileged(), world.slots());
+    let order_for = |seat| SpawnOrder { jail: JailSlot::of(3, seat).unwrap(), ..order() };
+    let refused = |seat| world.refused(MachineRequest::Spawn(order_for(seat)), &parts.fds().list());
+    let started = |seat| drop(privileged.spawn(&order_for(seat), parts.fds()).unwrap());
+    slots.take(&Egress::Open).unwrap();
+    started(Seat::First);
+    refused(Seat::Second);
+    slots.reseat(3).unwrap();
+    started(Seat::Second);
+    // It could not take over.
+    slots.unseat(3, Seat::Second).unwrap();
+    refused(Seat::Second);
+    started(Seat::First);
+    // It did.
+    slots.reseat(3).unwrap();
+    slots.unseat(3, Seat::First).unwrap();
+    refused(Seat::First);
+    started(Seat::Second);
+    slots.put(3).unwrap();
+    refused(Seat::Second);
+}
+
+#[test]
 fn a_machine_of_an_earlier_run_is_known_once_it_is_adopted() {
     let world = world();
     let privileged = world.privileged();
@@ -427,7 +480,7 @@ fn orders_out_of_range_are_refused() {
     let Some(parts) = Parts::new() else { return };
     let world = world();
     world.slots().take(&Egress::Open).unwrap();
-    let changes: [fn(&mut SpawnOrder); 12] = [
+    let changes: [fn(&mut SpawnOrder); 14] = [
         |order| order.machine.cpus = 0,
         |order| order.machine.cpus = 65,
         |order| order.machine.memory_mib = 1 << 20,
@@ -438,6 +491,8 @@ fn orders_out_of_range_are_refused() {
         |order| order.mac = [0; 6],
         |order| order.mac = [2, 0x63, 1, 2, 3, 5],
         |order| order.jail = JailSlot { index: 4 },
+        |order| order.jail = JailSlot::of(3, Seat::Second).unwrap(),
+        |order| order.jail = JailSlot::unslotted(),
         |order| order.jail = JailSlot { index: u32::MAX },
         |order| order.start = StartKind::Restore,
     ];

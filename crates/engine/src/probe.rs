@@ -82,9 +82,16 @@ fn instructions_per_second() -> Result<u64, kvm_ioctls::Error> {
     let memory = Memory::new()?;
     let vm = Kvm::new()?.create_vm()?;
     let mut vcpu = long_mode_vcpu(&vm, &memory)?;
-    // A short run first: on an interpreter the long one would take too long.
-    let first = count_down(&mut vcpu, 100_000)?;
-    if first < LEAST / 4 { Ok(first) } else { count_down(&mut vcpu, 20_000_000) }
+    // The first entry brings in the pages that the code is in: measured in a nested host, 20 ms.
+    count_down(&mut vcpu, 100)?;
+    // Short runs first: on an interpreter long ones would take too long.
+    let first = best(&mut vcpu, 2, 100_000)?;
+    if first < LEAST / 4 { Ok(first) } else { best(&mut vcpu, 8, 2_000_000) }
+}
+
+/// The best of some runs: a host that has other things to do makes them slower, nothing makes them faster.
+fn best(vcpu: &mut VcpuFd, runs: usize, count: u64) -> Result<u64, kvm_ioctls::Error> {
+    (0..runs).try_fold(0, |best, _| Ok(best.max(count_down(vcpu, count)?)))
 }
 
 /// Guest-physical addresses: three page tables that map the first 2 MiB to themselves, then code.

@@ -100,6 +100,8 @@ pub struct Captured {
     pub disk_clone: CloneKind,
     /// Bytes of guest memory that were copied from the VM.
     pub memory_bytes: u64,
+    /// Bytes of it that were written to the image's memory file: long stretches of zeros are not.
+    pub memory_written_bytes: u64,
     /// What the time was made of.
     pub timings: CaptureTimings,
 }

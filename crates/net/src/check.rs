@@ -7,7 +7,7 @@ use crate::inside::in_new_namespace;
 use crate::nft::{HINT, Nft};
 use crate::rtnl::{self, Rtnl};
 use crate::rules::{self, Batch, Identity};
-use crate::slots::{GATEWAY, address_of};
+use crate::slots::{GATEWAY, Seat, address_of};
 use crate::tap::{self, TUN};
 
 /// Something that the network needs and the host lacks.
@@ -79,7 +79,7 @@ fn try_rules() -> Result<(), Missing> {
     batch.raw(&rules::outside("coppice_check", "cpc0", GATEWAY));
     batch.raw(&rules::router(true));
     if let Some(address) = address_of(0) {
-        let slot = Identity { index: 0, mac: [2, 0x63, 0, 0, 0, 0], address, epoch: 1 };
+        let slot = Identity { index: 0, seat: Seat::First, mac: [2, 0x63, 0, 0, 0, 0], address, epoch: 1 };
         batch.add_slot(&slot, &crate::egress::Egress::Open, Some(1 << 20));
         batch.open(address, GATEWAY, Some(443), std::time::Duration::from_secs(1));
     }

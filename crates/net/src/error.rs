@@ -25,6 +25,12 @@ pub enum NetError {
         /// Which.
         index: u32,
     },
+    /// There is no seat left to be made.
+    #[error("network slot {index} has two seats already")]
+    Seats {
+        /// Which.
+        index: u32,
+    },
     /// A record of a slot to keep makes no sense.
     #[error("the record of network slot {index} can't be right: {why}")]
     BadRecord {

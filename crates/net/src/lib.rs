@@ -28,6 +28,6 @@ pub use egress::{Allowed, DomainPattern, Egress, EgressError, Ipv4Cidr, MAX_ALLO
 pub use error::NetError;
 pub use network::{NetConfig, Network, instance_id};
 pub use slots::{
-    Counters, GATEWAY, GATEWAY_MAC, MAX_SLOTS, Opening, PREFIX, Slot, SlotRecord, Slots, address_of, slot_of,
+    Counters, GATEWAY, GATEWAY_MAC, MAX_SLOTS, Opening, PREFIX, Seat, Slot, SlotRecord, Slots, address_of, slot_of,
 };
 pub use tap::isolated_tap;

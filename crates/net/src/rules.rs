@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::egress::{Allowed, Egress, Ipv4Cidr, PRIVATE};
-use crate::slots::GATEWAY;
+use crate::slots::{GATEWAY, Seat};
 
 /// The router's tables; they are alone in their namespace.
 const TABLE: &str = "inet coppice";
@@ -31,18 +31,35 @@ const QUESTIONS: u32 = 200;
 /// The router's end of the pair of links.
 pub(crate) const UPLINK: &str = "up";
 
-/// The name of a slot's TAP.
-pub(crate) fn tap_name(index: u32) -> String {
-    format!("t{index}")
+/// The name of a slot's TAP. The rules rely on its first letter.
+pub(crate) fn tap_name(index: u32, seat: Seat) -> String {
+    match seat {
+        Seat::First => format!("t{index}"),
+        Seat::Second => format!("t{index}b"),
+    }
+}
+
+/// Whether a link has the name of a TAP.
+pub(crate) fn is_tap_name(name: &str) -> bool {
+    let index = name.strip_prefix('t').map(|rest| rest.strip_suffix('b').unwrap_or(rest));
+    index.is_some_and(|index| index.parse::<u32>().is_ok())
 }
 
 /// Who a slot is at the moment: what the rules know it by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) index: u32,
+    pub(crate) seat: Seat,
     pub(crate) mac: [u8; 6],
     pub(crate) address: Ipv4Addr,
     pub(crate) epoch: u32,
+}
+
+impl Identity {
+    /// The name of its TAP.
+    pub(crate) fn tap_name(&self) -> String {
+        tap_name(self.index, self.seat)
+    }
 }
 
 /// An address and a port that names were resolved to, and for how much longer.
@@ -262,8 +279,9 @@ impl Batch {
         }
     }
 
-    fn identity(&mut self, verb: &str, slot: &Identity) {
-        let element = format!("\"{}\" . {} . {}", tap_name(slot.index), mac_text(slot.mac), slot.address);
+    /// Lets a seat send in the name of its slot, or no longer.
+    pub(crate) fn identity(&mut self, verb: &str, slot: &Identity) {
+        let element = format!("\"{}\" . {} . {}", slot.tap_name(), mac_text(slot.mac), slot.address);
         self.element(verb, TABLE, "slots", &element);
         self.element(verb, ARP_TABLE, "slots", &element);
     }

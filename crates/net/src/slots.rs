@@ -41,11 +41,39 @@ pub fn slot_of(address: Ipv4Addr) -> Option<u32> {
     address.to_bits().checked_sub(BASE + RESERVED).filter(|index| *index < MAX_SLOTS)
 }
 
+/// Where a machine sits at its slot. There are two seats so that a machine can take the place of another one: address, MAC,
+/// policy and connections are the slot's, and go to whoever it leads to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Seat {
+    /// Where everybody begins.
+    #[default]
+    First,
+    /// For the successor of who is in the first one.
+    Second,
+}
+
+impl Seat {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::First, Self::Second];
+
+    /// The other one.
+    #[must_use]
+    pub fn other(self) -> Self {
+        match self {
+            Self::First => Self::Second,
+            Self::Second => Self::First,
+        }
+    }
+}
+
 /// A place on the network, taken for one sandbox.
 #[derive(Debug, Clone)]
 pub struct Slot {
     /// Which slot it is: also what the VMM's user id is derived from.
     pub index: u32,
+    /// Where at it.
+    pub seat: Seat,
     /// The MAC address of the guest's interface, fresh for each use of the slot.
     pub mac: [u8; 6],
     /// The guest's address.
@@ -65,6 +93,9 @@ pub struct SlotRecord {
     pub address: Ipv4Addr,
     /// What the guest may reach.
     pub egress: Egress,
+    /// Where its machine sits; records of before there were two say nothing.
+    #[serde(default)]
+    pub seat: Seat,
 }
 
 /// An address that a name of a slot's policy resolved to: it may be reached for as long as the answer is valid.
@@ -111,6 +142,21 @@ pub trait Slots: Send + Sync + Debug {
     /// # Errors
     /// If the network is closed.
     fn put(&self, index: u32) -> Result<(), NetError>;
+
+    /// Makes the other seat of a taken slot. Both may send; what comes for the slot goes to the one that there was before until
+    /// [`Slots::unseat`] takes that away, so that nothing is lost to it if its successor fails. The caller sees to it that no
+    /// more than one of the two machines runs.
+    ///
+    /// # Errors
+    /// If the slot isn't taken, both of its seats are made already, or the seat can't be made; all is as before then.
+    fn reseat(&self, index: u32) -> Result<Slot, NetError>;
+
+    /// Takes one of two seats away, with its TAP; what comes for the slot goes to the other one. Where there are not two there
+    /// is nothing to do.
+    ///
+    /// # Errors
+    /// If the links or the rules can't be set.
+    fn unseat(&self, index: u32, seat: Seat) -> Result<(), NetError>;
 
     /// Changes what a taken slot may reach. Connections that the new policy doesn't allow are cut.
     ///

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use common::guest::{Guest, Packet, SYN, SYN_ACK, ipv4, udp};
 use common::{HOST, Lab, NEVER, OTHER, OTHER_PORT, PORT, PRIVATE, SERVER, SOON, link_address, root};
-use coppice_net::{Egress, GATEWAY, Opening, SlotRecord, Slots};
+use coppice_net::{Egress, GATEWAY, NetError, Opening, Seat, Slot, SlotRecord, Slots};
 
 fn at(address: Ipv4Addr, port: u16) -> SocketAddrV4 {
     SocketAddrV4::new(address, port)
@@ -262,6 +262,82 @@ fn a_new_owner_inherits_nothing() {
     assert_eq!(new.stray(), None);
 }
 
+#[test]
+fn who_takes_a_machines_place_has_its_address_and_its_connections() {
+    if !root() {
+        return;
+    }
+    let mut lab = Lab::new(4, 1, Some(1 << 20));
+    let egress = allow(&["a.example", "203.0.113.9:7001"]);
+    let slot = lab.network().take(&egress).unwrap();
+    lab.network().open_names(slot.index, &[Opening { address: SERVER, port: None, ttl: 60 * SOON }]).unwrap();
+    let back = |guest: &Guest, text: &str| {
+        guest
+            .receives(SOON, &Packet::Udp { from: at(SERVER, PORT), to: at(guest.address, 5000), text: text.to_owned() })
+    };
+    let mut guest = Guest::new(&slot);
+    assert!(guest.reaches(5000, at(SERVER, PORT), "before"));
+    let seen = lab.servers.wait_for("before").unwrap().from;
+
+    // One that fails leaves everything as it was.
+    let failed = lab.network().reseat(slot.index).unwrap();
+    assert_eq!((failed.index, failed.mac, failed.address), (slot.index, slot.mac, slot.address));
+    assert_eq!((slot.seat, failed.seat), (Seat::First, Seat::Second));
+    assert!(matches!(lab.network().reseat(slot.index), Err(NetError::Seats { index }) if index == slot.index));
+    lab.servers.push(at(SERVER, PORT), seen, "while nobody knows");
+    assert_eq!(Guest::silent(&failed).stray(), None, "it would be lost if it failed");
+    lab.network().unseat(slot.index, failed.seat).unwrap();
+    lab.network().unseat(slot.index, failed.seat).unwrap();
+    assert!(common::is_gone(&old_write(&Guest::silent(&failed))));
+    assert!(back(&guest, "while nobody knows"));
+
+    // Each successor is in the other seat, and so on, also when the daemon is another one by then.
+    for round in 0..3 {
+        let next = lab.network().reseat(slot.index).unwrap();
+        assert_eq!((next.mac, next.address, next.seat == Seat::Second), (slot.mac, slot.address, round % 2 == 0));
+        let successor = Guest::silent(&next);
+        successor.send(5000, at(SERVER, PORT), &format!("of its own before that {round}"));
+        assert_eq!(lab.servers.wait_for(&format!("of its own before that {round}")).unwrap().from, seen);
+        lab.network().unseat(slot.index, next.seat.other()).unwrap();
+        lab.servers.push(at(SERVER, PORT), seen, "on the connection of the first");
+        assert!(back(&successor, "on the connection of the first"));
+        assert!(common::is_gone(&old_write(&guest)), "its predecessor has left");
+        assert!(successor.reaches(5000, at(SERVER, PORT), &format!("the same connection {round}")));
+        assert_eq!(lab.servers.wait_for(&format!("the same connection {round}")).unwrap().from, seen);
+        assert!(successor.reaches(5001, at(SERVER, PORT), &format!("by the old answer {round}")));
+        assert!(successor.reaches(5002, at(OTHER, OTHER_PORT), &format!("by the list {round}")));
+        successor.send(5003, at(OTHER, PORT), "not listed");
+        assert_eq!(successor.stray(), None);
+        guest = successor;
+        lab.instance.crash();
+        lab.instance.restart(&[record(&next, &egress)]);
+        assert_eq!(lab.network().capacity(), (1, 4));
+    }
+    // A crash between the two: whoever is recorded has the slot alone.
+    let next = lab.network().reseat(slot.index).unwrap();
+    let (successor, seat) = (Guest::silent(&next), next.seat.other());
+    drop(next);
+    lab.instance.crash();
+    lab.instance.restart(&[SlotRecord { seat, ..record(&slot, &egress) }]);
+    assert!(common::is_gone(&old_write(&successor)));
+    lab.servers.push(at(SERVER, PORT), seen, "as if nothing had been");
+    assert!(back(&guest, "as if nothing had been"));
+    // Given back while there are two, nothing of either is left.
+    let next = lab.network().reseat(slot.index).unwrap();
+    lab.network().put(slot.index).unwrap();
+    assert!(lab.network().settle(SOON));
+    for seat in [&guest, &Guest::silent(&next)] {
+        assert!(common::is_gone(&old_write(seat)));
+    }
+    lab.network().unseat(slot.index, next.seat).unwrap();
+    assert_eq!(lab.instance.elements("set inet coppice slots"), 1, "the one that is kept ready");
+}
+
+fn record(slot: &Slot, egress: &Egress) -> SlotRecord {
+    let Slot { index, mac, address, seat, .. } = *slot;
+    SlotRecord { index, mac, address, egress: egress.clone(), seat }
+}
+
 fn old_write(old: &Guest) -> std::io::Error {
     old.frame([0xff; 6], old.mac, 0x0806, &[0; 28]).unwrap_err()
 }
@@ -279,7 +355,7 @@ fn a_machine_that_outlives_the_daemon_keeps_its_connections() {
     let guest = Guest::new(&slot);
     assert!(guest.reaches(5000, at(SERVER, PORT), "before"));
     let seen = lab.servers.wait_for("before").unwrap().from;
-    let record = SlotRecord { index: slot.index, mac: slot.mac, address: slot.address, egress };
+    let record = record(&slot, &egress);
     drop(slot);
     lab.instance.crash();
     lab.servers.push(at(SERVER, PORT), seen, "without a daemon");

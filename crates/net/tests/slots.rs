@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use common::{Instance, root};
-use coppice_net::{Egress, NetConfig, NetError, Network, Opening, Slot, SlotRecord, Slots, check, isolated_tap};
+use coppice_net::{Egress, NetConfig, NetError, Network, Opening, Seat, Slot, SlotRecord, Slots, check, isolated_tap};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -87,7 +87,13 @@ fn five_hundred_in_random_order_with_crashes_leave_nothing() {
                 0 => drop(slot),
                 1 => unwanted.push(slot),
                 _ => {
-                    let record = SlotRecord { index, mac: slot.mac, address: slot.address, egress: egress.clone() };
+                    let record = SlotRecord {
+                        index,
+                        mac: slot.mac,
+                        address: slot.address,
+                        egress: egress.clone(),
+                        seat: slot.seat,
+                    };
                     keep.push(record);
                     taken.insert(index, (slot, egress));
                 }
@@ -226,7 +232,8 @@ fn mistakes_are_told_and_change_nothing() {
     network.put(77).unwrap();
     assert_eq!(network.take(&Egress::Open).unwrap().index, slot.index, "waits for the one that is being taken apart");
 
-    let wrong = SlotRecord { index: 0, mac: [2; 6], address: "10.203.1.1".parse().unwrap(), egress: Egress::Open };
+    let address = "10.203.1.1".parse().unwrap();
+    let wrong = SlotRecord { index: 0, mac: [2; 6], address, egress: Egress::Open, seat: Seat::First };
     instance.crash();
     let network = Network::open(instance.config.clone()).unwrap();
     assert!(matches!(network.take(&Egress::Open), Err(NetError::NotReady)));

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use coppice_net::{Counters, Egress, NetError, Opening, Slot, SlotRecord, Slots};
+use coppice_net::{Counters, Egress, NetError, Opening, Seat, Slot, SlotRecord, Slots};
 
 use crate::client::{Broker, CallError};
 use crate::failure::chain;
@@ -29,6 +29,16 @@ impl RemoteSlots {
 
     fn call(&self, request: SlotsRequest) -> Result<(Answer, Vec<OwnedFd>), NetError> {
         Ok(self.broker.call(&Request::Slots(request), &[])?)
+    }
+
+    fn slot(&self, request: SlotsRequest) -> Result<Slot, NetError> {
+        let (answer, fds) = self.call(request)?;
+        match (answer, <[OwnedFd; 1]>::try_from(fds)) {
+            (Answer::Slot { index, seat, mac, address }, Ok([tap])) => {
+                Ok(Slot { index, seat, mac, address, tap: Arc::new(tap) })
+            }
+            _ => Err(mixed()),
+        }
     }
 
     fn done(&self, request: SlotsRequest) -> Result<(), NetError> {
@@ -73,11 +83,15 @@ impl Slots for RemoteSlots {
     }
 
     fn take(&self, egress: &Egress) -> Result<Slot, NetError> {
-        let (answer, fds) = self.call(SlotsRequest::Take(egress.clone()))?;
-        match (answer, <[OwnedFd; 1]>::try_from(fds)) {
-            (Answer::Slot { index, mac, address }, Ok([tap])) => Ok(Slot { index, mac, address, tap: Arc::new(tap) }),
-            _ => Err(mixed()),
-        }
+        self.slot(SlotsRequest::Take(egress.clone()))
+    }
+
+    fn reseat(&self, index: u32) -> Result<Slot, NetError> {
+        self.slot(SlotsRequest::Reseat(index))
+    }
+
+    fn unseat(&self, index: u32, seat: Seat) -> Result<(), NetError> {
+        self.done(SlotsRequest::Unseat(index, seat))
     }
 
     fn put(&self, index: u32) -> Result<(), NetError> {

@@ -90,11 +90,12 @@ impl Machines {
         let fds = SpawnFds::from_list(order.start, &list)
             .ok_or_else(|| check::refused("other descriptors belong to this start"))?;
         check::spawn_fds(&fds)?;
-        let place = places.get(order.jail.index).filter(|place| place.mac == order.mac);
+        let place = places.get(order.jail).filter(|place| place.mac == order.mac);
         let place = place.ok_or_else(|| check::refused("that slot of the network was not taken for it"))?;
         // Ours, which is the slot's for certain.
         let fds = SpawnFds { tap: place.tap.as_fd(), ..fds };
         let spawned = self.privileged.spawn(order, fds).map_err(Failure::Vm)?;
+        coppice_fault::point!("vmm.spawned");
         lock(&self.known).insert(spawned.id);
         Ok((Answer::Spawned(spawned.id), vec![Arc::new(spawned.pidfd)]))
     }
@@ -111,7 +112,11 @@ impl Machines {
     /// One that has ended by itself meanwhile is what was asked for.
     fn kill(&self, id: ProcessId) -> Answered {
         match self.known(id) {
-            Ok(id) => plain(self.privileged.kill(id).map(|()| Answer::Done)),
+            Ok(id) => {
+                let killed = self.privileged.kill(id);
+                coppice_fault::point!("vmm.killed");
+                plain(killed.map(|()| Answer::Done))
+            }
             Err(_) if id.is_gone() => Ok((Answer::Done, Vec::new())),
             Err(refused) => Err(refused),
         }

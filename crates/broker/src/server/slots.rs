@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
-use coppice_net::{Egress, MAX_ALLOWED, MAX_SLOTS, NetError, SlotRecord, Slots};
+use coppice_engine::JailSlot;
+use coppice_net::{Egress, MAX_ALLOWED, MAX_SLOTS, NetError, Seat, Slot, SlotRecord, Slots};
 
 use super::Answered;
 use crate::check;
@@ -16,10 +17,10 @@ use crate::message::{Answer, SlotsRequest};
 #[derive(Debug)]
 pub(super) struct Places {
     slots: Arc<dyn Slots>,
-    taken: Mutex<HashMap<u32, Place>>,
+    taken: Mutex<HashMap<(u32, Seat), Place>>,
 }
 
-/// What a taken slot is on the wire.
+/// What a seat of a taken slot is on the wire.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     pub mac: [u8; 6],
@@ -31,9 +32,15 @@ impl Places {
         Self { slots, taken: Mutex::default() }
     }
 
-    /// Of a slot that was taken here and not given back.
-    pub fn get(&self, index: u32) -> Option<Place> {
-        lock(&self.taken).get(&index).cloned()
+    /// Of a seat that was made here and not given back.
+    pub fn get(&self, jail: JailSlot) -> Option<Place> {
+        lock(&self.taken).get(&jail.place()?).cloned()
+    }
+
+    fn give(&self, slot: Slot) -> (Answer, Vec<Arc<OwnedFd>>) {
+        let Slot { index, seat, mac, address, tap } = slot;
+        lock(&self.taken).insert((index, seat), Place { mac, tap: Arc::clone(&tap) });
+        (Answer::Slot { index, seat, mac, address }, vec![tap])
     }
 
     /// Does what was asked for. `kept` is what earlier parts of a list brought on the same connection.
@@ -47,14 +54,23 @@ impl Places {
                 if more { none(Ok(())) } else { none(slots.reclaim(&std::mem::take(kept))) }
             }
             SlotsRequest::Take(egress) => slots.take(policy(&egress)?).map(|slot| {
-                lock(&self.taken).insert(slot.index, Place { mac: slot.mac, tap: Arc::clone(&slot.tap) });
-                let answer = Answer::Slot { index: slot.index, mac: slot.mac, address: slot.address };
-                (answer, vec![slot.tap])
+                coppice_fault::point!("slot.taken");
+                self.give(slot)
             }),
             SlotsRequest::Put(index) => {
                 // Before it can be somebody else's.
-                lock(&self.taken).remove(&index);
-                none(slots.put(checked(index)?))
+                lock(&self.taken).retain(|(taken, _), _| *taken != index);
+                let put = slots.put(checked(index)?);
+                coppice_fault::point!("slot.given-back");
+                none(put)
+            }
+            SlotsRequest::Reseat(index) => slots.reseat(checked(index)?).map(|slot| self.give(slot)),
+            SlotsRequest::Unseat(index, seat) => {
+                let done = slots.unseat(checked(index)?, seat);
+                if done.is_ok() {
+                    lock(&self.taken).remove(&(index, seat));
+                }
+                none(done)
             }
             SlotsRequest::SetEgress(index, egress) => none(slots.set_egress(checked(index)?, policy(&egress)?)),
             SlotsRequest::OpenNames(index, openings) => none(slots.open_names(checked(index)?, &openings)),

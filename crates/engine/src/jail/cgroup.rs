@@ -1,6 +1,6 @@
 //! Limits of what a VMM may use, in either layout of cgroups.
 //!
-//! Groups are `coppice-ID/vm-INDEX`, below every controller's mount (v1) or the one of all (v2). One is made before the VMM
+//! Groups are `coppice-ID/vm-INDEX` (that of the jail's slot), below every controller's mount (v1) or the one of all (v2). One is made before the VMM
 //! is started and removed when it has been reaped, and the parent with the last of them, so that nothing is there when no
 //! VMM is; what an earlier run left is removed when this starts. Which controllers there are is found out once.
 

@@ -79,6 +79,7 @@ pub(super) fn spawn(local: &Local, order: &SpawnOrder, fds: SpawnFds<'_>) -> Res
 
 fn spawn_once(local: &Local, order: &SpawnOrder, fds: SpawnFds<'_>) -> Result<Spawned, VmError> {
     let group = local.make_group(order)?;
+    coppice_fault::point!("vmm.group");
     let mut guard = GroupGuard { local, slot: order.jail, group, keep: false };
     let has_group = guard.group.is_some();
     let jail = local.jail.as_ref();
@@ -101,6 +102,7 @@ fn spawn_once(local: &Local, order: &SpawnOrder, fds: SpawnFds<'_>) -> Result<Sp
     };
     let Started { pid, listener } = child::start(&plan).map_err(|error| explain(local, error))?;
     let mut child = ChildGuard(Some(pid));
+    coppice_fault::point!("vmm.started");
     drop(plan);
     let filtered = listener.is_some();
     // Before anything else: it waits for its first file.

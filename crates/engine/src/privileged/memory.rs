@@ -110,7 +110,7 @@ impl Target {
         let mut target = self.0.lock().map_err(|_poisoned| io::Error::other("an earlier copy panicked"))?;
         let bytes = usize::try_from(total(ranges)).map_err(io::Error::other)?;
         let buffer = target.bytes().get_mut(..bytes).ok_or_else(too_small)?;
-        copy(pid, start, ranges, buffer)
+        copy(pid, start, ranges, buffer, threads())
     }
 }
 
@@ -118,23 +118,31 @@ fn too_small() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, "the buffer is too small")
 }
 
-/// Copies ranges, one after the other, into `buffer`, which must be as long as they are together. Two threads share
-/// the work where there are two processors: one alone is bound by the latency of pinning pages.
-fn copy(pid: i32, base: u64, ranges: &[Range], buffer: &mut [u8]) -> io::Result<()> {
-    let half = ranges_until(ranges, total(ranges) / 2);
-    let (first, second) = ranges.split_at(half);
-    let middle = usize::try_from(total(first)).unwrap_or(usize::MAX);
-    let (front, back) = buffer.split_at_mut_checked(middle).ok_or_else(too_small)?;
-    if back.len() < PARALLEL {
-        copy_serial(pid, base, first, front)?;
-        return copy_serial(pid, base, second, back);
-    }
+/// Copies ranges, one after the other, into `buffer`, which must be as long as they are together. `threads` share the work:
+/// one alone is bound by the latency of pinning pages.
+fn copy(pid: i32, base: u64, mut ranges: &[Range], mut buffer: &mut [u8], threads: usize) -> io::Result<()> {
+    let share = (buffer.len() / threads.max(1)).max(PARALLEL);
+    let share = u64::try_from(share).map_err(io::Error::other)?;
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| copy_serial(pid, base, first, front));
-        let mine = copy_serial(pid, base, second, back);
-        let other = other.join().unwrap_or_else(|_panic| Err(io::Error::other("a copying thread panicked")));
-        mine.and(other)
+        let mut others = Vec::new();
+        while total(ranges) >= share.saturating_add(PARALLEL as u64) {
+            let (part, rest) = ranges.split_at(ranges_until(ranges, share));
+            let len = usize::try_from(total(part)).map_err(io::Error::other)?;
+            let target = buffer.split_off_mut(..len).ok_or_else(too_small)?;
+            ranges = rest;
+            others.push(scope.spawn(move || copy_serial(pid, base, part, target)));
+        }
+        let mine = copy_serial(pid, base, ranges, buffer);
+        others.into_iter().fold(mine, |sofar, other| {
+            let other = other.join().unwrap_or_else(|_panic| Err(io::Error::other("a copying thread panicked")));
+            sofar.and(other)
+        })
     })
+}
+
+/// As many threads as there are processors, up to where more of them wait for the memory rather than for the kernel.
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(MAX_THREADS)
 }
 
 fn copy_serial(pid: i32, base: u64, ranges: &[Range], mut buffer: &mut [u8]) -> io::Result<()> {
@@ -203,6 +211,8 @@ fn read_process(pid: i32, remote: &mut [libc::iovec], target: &mut [u8]) -> io::
 const IOV_BATCH: usize = 1024;
 /// Copies smaller than this for each thread are not worth one, bytes.
 const PARALLEL: usize = 2 << 20;
+/// Most threads of one copy.
+const MAX_THREADS: usize = 4;
 
 #[cfg(test)]
 mod tests {
@@ -223,6 +233,22 @@ mod tests {
         assert_eq!(find_in(maps, 0x2000), Some((0xa000, (0xa000, 0xc000))));
         assert_eq!(find_in(maps, 0x1000), None);
         assert_eq!(find_in("junk\n1-\n", 0x1000), None);
+    }
+
+    #[test]
+    fn every_number_of_threads_copies_the_same() {
+        let source: Vec<u8> = (0..24u32 << 20).map(|n| u8::try_from((n >> 12) % 251).unwrap()).collect();
+        let pid = i32::try_from(std::process::id()).unwrap();
+        let base = source.as_ptr().expose_provenance() as u64;
+        // Every second half MiB but one, of which there are fewer than a thread gets.
+        let ranges: Vec<Range> = (0..23u64).map(|n| Range { start: n << 20, len: 1 << 19 }).collect();
+        let expected: Vec<u8> = source.chunks(1 << 20).take(23).flat_map(|mib| &mib[..1 << 19]).copied().collect();
+        for threads in 0..6 {
+            let mut buffer = vec![0; expected.len()];
+            copy(pid, base, &ranges, &mut buffer, threads).unwrap();
+            assert!(buffer == expected, "{threads} threads");
+            copy(pid, base, &ranges, &mut buffer[1..], threads).unwrap_err();
+        }
     }
 
     #[test]

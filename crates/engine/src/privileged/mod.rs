@@ -21,6 +21,7 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
+use coppice_net::Seat;
 use coppice_snapshot::{Accel, MachineSpec};
 use serde::{Deserialize, Serialize};
 
@@ -51,7 +52,7 @@ impl ProcessId {
 /// Which jail a VMM gets: its user and group id, and the name of its cgroup, follow from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct JailSlot {
-    /// Below 2^16 for machines with a network slot: that one's index serves. No two VMMs have the same at the same time.
+    /// Below 2^17 for machines with a network slot, see [`JailSlot::of`]. No two VMMs have the same at the same time.
     pub index: u32,
 }
 
@@ -59,7 +60,29 @@ impl JailSlot {
     /// Indexes are below this.
     pub(crate) const LIMIT: u32 = 1 << 28;
     /// From here on they belong to machines without a network slot.
-    pub(crate) const UNSLOTTED: u32 = 1 << 27;
+    pub(crate) const UNSLOTTED: u32 = (1 << 27) | (1 << 26);
+    /// There are fewer slots than this; the second seats of all of them are behind the first ones.
+    pub(crate) const SLOTS: u32 = 1 << 16;
+
+    /// That of a seat of a network slot. `None` for an index that no slot has.
+    #[must_use]
+    pub fn of(index: u32, seat: Seat) -> Option<Self> {
+        let base = match seat {
+            Seat::First => 0,
+            Seat::Second => Self::SLOTS,
+        };
+        (index < Self::SLOTS).then_some(Self { index: base + index })
+    }
+
+    /// The network slot and the seat that it is of; the inverse of [`Self::of`].
+    #[must_use]
+    pub fn place(self) -> Option<(u32, Seat)> {
+        match self.index.checked_sub(Self::SLOTS) {
+            None => Some((self.index, Seat::First)),
+            Some(index) if index < Self::SLOTS => Some((index, Seat::Second)),
+            Some(_) => None,
+        }
+    }
 
     /// Whether it is one of [`Self::unslotted`].
     #[must_use]
@@ -72,7 +95,7 @@ impl JailSlot {
     #[must_use]
     pub fn unslotted() -> Self {
         let random = uuid::Uuid::new_v4().as_u128();
-        let low = u32::try_from(random & u128::from(Self::UNSLOTTED - 1)).unwrap_or(0);
+        let low = u32::try_from(random & u128::from(Self::LIMIT - Self::UNSLOTTED - 1)).unwrap_or(0);
         Self { index: Self::UNSLOTTED | low }
     }
 }

@@ -68,6 +68,7 @@ async fn detached<T: Send + 'static>(
 async fn run(vm: &Arc<Inner>, plan: CapturePlan) -> Result<Captured, CaptureError> {
     let _one_at_a_time = vm.operation.lock().await;
     let mut ready = prepare(vm, plan).await?;
+    coppice_fault::point!("capture.prepared");
     let fdset = hand_over(vm, &mut ready).await?;
     let paused = pause(vm, ready, fdset).await;
     // Failure would only leave one descriptor of a memfd open in QEMU, until the VM ends.
@@ -148,6 +149,7 @@ async fn pause(vm: &Arc<Inner>, ready: Ready, fdset: u64) -> Result<(Ready, Paus
     if let Some(session) = ready.plan.hold.as_ref().filter(|_| was_running) {
         session.hold().await.map_err(CaptureError::Hold)?;
     }
+    coppice_fault::point!("capture.held");
     let begin = Instant::now();
     // 1. Stop. The virtual CPUs halt, then block I/O is drained: from here on nothing of the machine changes.
     let stopped = if was_running { vm.command("stop", json!({})).await.map(drop) } else { Ok(()) };
@@ -155,8 +157,10 @@ async fn pause(vm: &Arc<Inner>, ready: Ready, fdset: u64) -> Result<(Ready, Paus
         Ok(()) => inside(vm, ready, fdset, begin).await,
         Err(error) => Err(error.into()),
     };
+    coppice_fault::point!("capture.copied");
     // 5. Resume. Also after a stop that failed: it may have stopped nevertheless.
     let resumed = if was_running { vm.command("cont", json!({})).await.map(drop) } else { Ok(()) };
+    coppice_fault::point!("capture.resumed");
     let total = begin.elapsed();
     let (ready, mut paused) = outcome?;
     resumed?;
@@ -165,6 +169,7 @@ async fn pause(vm: &Arc<Inner>, ready: Ready, fdset: u64) -> Result<(Ready, Paus
 }
 
 async fn inside(vm: &Arc<Inner>, ready: Ready, fdset: u64, begin: Instant) -> Result<(Ready, Paused), CaptureError> {
+    coppice_fault::point!("capture.stopped");
     let captured_at = jiff::Timestamp::now();
     let stop = begin.elapsed();
     // 2. Device state, before memory: saving it may make devices write their last words into guest memory.
@@ -234,7 +239,9 @@ fn publish(ready: Ready, paused: Paused, facts: ManifestFacts) -> Result<Capture
     let len = usize::try_from(total(&paused.staged)).unwrap_or(0);
     let staged = arena.bytes().get(..len).unwrap_or_default();
     memory_file.write(&paused.staged, staged).map_err(memory_error)?;
-    tracing::debug!(bytes = len, ranges = paused.staged.len(), took = ?begin.elapsed(), "memory written");
+    let memory_written_bytes = memory_file.written();
+    tracing::debug!(bytes = len, memory_written_bytes, ranges = paused.staged.len(), took = ?begin.elapsed(), "memory written");
+    coppice_fault::point!("capture.memory");
     drop(arena);
     let state = read_devices(&mut devices)?;
     write_new(&image.devices_path(), &state)?;
@@ -257,9 +264,11 @@ fn publish(ready: Ready, paused: Paused, facts: ManifestFacts) -> Result<Capture
         disk: FileInfo { len: disk_len, digest: digest(image.disk_path()).map_err(image_error)? },
     };
     let image: MachineImage = image.complete(manifest, durable).map_err(image_error)?;
+    coppice_fault::point!("capture.published");
     let mut timings = paused.timings;
     timings.publish = begin.elapsed();
-    Ok(Captured { image, disk_clone: paused.disk_clone, memory_bytes: paused.memory_bytes, timings })
+    let (disk_clone, memory_bytes) = (paused.disk_clone, paused.memory_bytes);
+    Ok(Captured { image, disk_clone, memory_bytes, memory_written_bytes, timings })
 }
 
 fn read_devices(devices: &mut File) -> Result<Vec<u8>, CaptureError> {
@@ -285,6 +294,7 @@ async fn run_clone_disk(vm: &Arc<Inner>, dest: &Path) -> Result<DiskClone, Captu
     let was_running = vm.watch.get() == VmState::Running;
     let begin = Instant::now();
     let stopped = if was_running { vm.command("stop", json!({})).await.map(drop) } else { Ok(()) };
+    coppice_fault::point!("disk-clone.stopped");
     let cloned = match stopped {
         Ok(()) => blocking(move || clone_fd(&disk, &target).map_err(clone_error)).await,
         Err(error) => Err(error.into()),

@@ -181,6 +181,7 @@ mod tests {
     use crate::privileged::{Local, ranges_until, total};
     use crate::process::start_time;
     use crate::qemu::arena::ArenaPool;
+    use crate::qemu::memory_file::MemoryFile;
     use std::io::Write;
 
     /// The process under test is this one: a private file mapping with some pages written.
@@ -234,6 +235,56 @@ mod tests {
         assert_eq!(memory.base().metadata().unwrap().len(), len);
         let too_much: Vec<Range> = all.iter().chain(&all).chain(&all).copied().collect();
         memory.copy(&too_much, &arena).unwrap_err();
+    }
+
+    /// The memory of a machine beyond what 32 bits can address is found, copied and written where it is; again after a page
+    /// was set to zero, one was given back, and one is new.
+    #[tokio::test]
+    async fn memory_above_four_gib_is_captured_where_it_is() {
+        use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap};
+        let len = 5u64 << 30;
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(len).unwrap();
+        let base = [3u8; 4096];
+        let places = [0u64, (1 << 30) + PAGE, (3 << 30) - PAGE, 3 << 30, (4 << 30) + 7 * PAGE, len - PAGE];
+        places.iter().for_each(|at| file.write_all_at(&base, *at).unwrap());
+        let size = usize::try_from(len).unwrap();
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let map: *mut u8 = unsafe { mmap(std::ptr::null_mut(), size, prot, flags, &file, 0).unwrap() }.cast();
+        let page = |at: u64| map.wrapping_add(usize::try_from(at).unwrap());
+        // SAFETY: inside of the mapping, which nobody else uses.
+        let put = |at: u64, value: u8| unsafe { page(at).write_bytes(value, 4096) };
+        places.iter().zip(10u8..).for_each(|(at, value)| put(*at, value));
+        let (privileged, id) = privileged();
+        let memory = GuestMemory::find(Arc::clone(&privileged), id, len).unwrap();
+        let mut arena = ArenaPool::new(privileged, 16 << 20).take(1 << 20).await.unwrap();
+        let mut capture = || {
+            let image = tempfile::tempfile().unwrap();
+            let (file, _) = MemoryFile::new(image.try_clone().unwrap(), Some(memory.base()), len).unwrap();
+            let written = memory.written().unwrap();
+            memory.copy(&written, &arena).unwrap();
+            file.write(&written, &arena.bytes()[..usize::try_from(total(&written)).unwrap()]).unwrap();
+            (image, total(&written))
+        };
+        let value = |file: &File, at: u64| {
+            let mut found = [0u8; 4096];
+            file.read_exact_at(&mut found, at).unwrap();
+            assert!(found.iter().all(|byte| *byte == found[0]), "a torn page at {at}");
+            found[0]
+        };
+        let (image, bytes) = capture();
+        assert_eq!(bytes, 6 * PAGE);
+        assert_eq!(places.map(|at| value(&image, at)), [10, 11, 12, 13, 14, 15]);
+        put(places[3], 0);
+        put(places[5] - PAGE, 99);
+        // SAFETY: inside of the mapping, and no reference into it is alive.
+        unsafe { madvise(page(places[4]).cast(), 4096, Advice::LinuxDontNeed).unwrap() };
+        let (image, bytes) = capture();
+        assert_eq!(places.map(|at| value(&image, at)), [10, 11, 12, 0, 3, 15]);
+        assert_eq!((value(&image, places[5] - PAGE), bytes), (99, 6 * PAGE));
+        // SAFETY: exactly the mapping from above.
+        unsafe { rustix::mm::munmap(map.cast(), size).unwrap() };
     }
 
     #[test]

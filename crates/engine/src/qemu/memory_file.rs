@@ -3,6 +3,7 @@
 //! The file begins as a reflink of the base image's memory, or as one hole. Pages that hold only zeros become holes. It is
 //! never written again once the image is published: children map it.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -20,6 +21,7 @@ const MIN_HOLE: usize = 16 * 4096;
 pub(crate) struct MemoryFile {
     file: File,
     has_base: bool,
+    written: Cell<u64>,
 }
 
 impl MemoryFile {
@@ -34,7 +36,7 @@ impl MemoryFile {
         }
         // Also gives a base that is shorter than it should be its length; a machine's memory is never shorter.
         file.set_len(len)?;
-        Ok((Self { file, has_base: base.is_some() }, kind))
+        Ok((Self { file, has_base: base.is_some(), written: Cell::new(0) }, kind))
     }
 
     /// Writes staged ranges. `staged` holds them one after the other.
@@ -59,6 +61,11 @@ impl MemoryFile {
         Ok(())
     }
 
+    /// Bytes that were written so far; zeros that became holes are not.
+    pub fn written(&self) -> u64 {
+        self.written.get()
+    }
+
     fn write_range(&self, start: u64, data: &[u8]) -> io::Result<()> {
         for run in runs(data) {
             let at = start + u64::try_from(run.start).map_err(io::Error::other)?;
@@ -66,6 +73,7 @@ impl MemoryFile {
                 self.zero(at, u64::try_from(run.len).map_err(io::Error::other)?)?;
             } else {
                 self.file.write_all_at(data.get(run.start..run.start + run.len).unwrap_or_default(), at)?;
+                self.written.set(self.written.get() + run.len as u64);
             }
         }
         Ok(())
@@ -173,6 +181,7 @@ mod tests {
             let base = with_base.then_some(base);
             let (file, _) = MemoryFile::new(tempfile::tempfile().unwrap(), base.as_ref(), 64 * PAGE).unwrap();
             file.write(&ranges, &staged).unwrap();
+            prop_assert!(file.written() <= staged.len() as u64);
             let mut found = vec![0; 64 * 4096];
             file.file.read_exact_at(&mut found, 0).unwrap();
             prop_assert!(found == expected);

@@ -88,6 +88,7 @@ async fn launch<E: From<VmError> + Send + 'static>(
     let process = guard.process.clone().ok_or_else(|| VmError::Dead { reason: "it was not started".to_owned() })?;
     let id = process.id();
     let connected = Connected::new(process, place, START).await?;
+    coppice_fault::point!("vmm.connected");
     // It has opened all that it needs. Whatever does not hold now ends it.
     let privileged = Arc::clone(&facts.privileged);
     let confirmed = tokio::task::spawn_blocking(move || privileged.confirm(id)).await;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use super::policy::{Directory, OpenError, Policy};
 use crate::egress::Egress;
 use crate::error::NetError;
-use crate::slots::{Counters, Opening, Slot, SlotRecord, Slots};
+use crate::slots::{Counters, Opening, Seat, Slot, SlotRecord, Slots};
 
 /// [`Slots`] that remembers which policy each slot has, so that it can tell the DNS proxy.
 ///
@@ -105,6 +105,15 @@ impl Slots for TrackedSlots {
         Ok(())
     }
 
+    // The policy is the slot's, whoever sits there.
+    fn reseat(&self, index: u32) -> Result<Slot, NetError> {
+        self.slots.reseat(index)
+    }
+
+    fn unseat(&self, index: u32, seat: Seat) -> Result<(), NetError> {
+        self.slots.unseat(index, seat)
+    }
+
     fn open_names(&self, index: u32, openings: &[Opening]) -> Result<(), NetError> {
         self.slots.open_names(index, openings)
     }
@@ -156,6 +165,11 @@ mod tests {
             self.log.lock().unwrap().push(what);
             Ok(())
         }
+
+        fn slot(index: u32, seat: Seat) -> Slot {
+            let tap = Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
+            Slot { index, seat, mac: [0; 6], address: address_of(index).unwrap(), tap }
+        }
     }
 
     impl Slots for Plain {
@@ -164,11 +178,17 @@ mod tests {
         }
         fn take(&self, _: &Egress) -> Result<Slot, NetError> {
             self.note("take".into())?;
-            let tap = Arc::new(OwnedFd::from(std::fs::File::open("/dev/null").unwrap()));
-            Ok(Slot { index: 1, mac: [0; 6], address: address_of(1).unwrap(), tap })
+            Ok(Self::slot(1, Seat::First))
         }
         fn put(&self, index: u32) -> Result<(), NetError> {
             self.note(format!("put {index}"))
+        }
+        fn reseat(&self, index: u32) -> Result<Slot, NetError> {
+            self.note(format!("reseat {index}"))?;
+            Ok(Self::slot(index, Seat::Second))
+        }
+        fn unseat(&self, index: u32, seat: Seat) -> Result<(), NetError> {
+            self.note(format!("unseat {index} {seat:?}"))
         }
         fn set_egress(&self, index: u32, egress: &Egress) -> Result<(), NetError> {
             self.note(format!("set {index} {egress:?}"))
@@ -198,7 +218,8 @@ mod tests {
         let plain = Arc::new(Plain::default());
         let slots = TrackedSlots::new(Arc::clone(&plain) as Arc<dyn Slots>);
         let allow = |name: &str| Egress::allow(&[name]).unwrap();
-        let record = SlotRecord { index: 7, mac: [0; 6], address: address_of(7).unwrap(), egress: allow("old.org") };
+        let (address, egress) = (address_of(7).unwrap(), allow("old.org"));
+        let record = SlotRecord { index: 7, mac: [0; 6], address, egress, seat: Seat::First };
         slots.reclaim(&[record]).unwrap();
         assert_eq!(slots.policy(address_of(7).unwrap()).unwrap().egress(), &allow("old.org"));
 
@@ -217,6 +238,10 @@ mod tests {
         assert!(matches!(open(&first), Err(OpenError::Stale)), "an equal policy is not the same");
         let second = slots.policy(address).unwrap();
         open(&second).unwrap();
+        // Who takes the place of another has its policy, too.
+        slots.reseat(1).unwrap();
+        slots.unseat(1, Seat::First).unwrap();
+        open(&second).unwrap();
 
         slots.put(1).unwrap();
         assert!(slots.policy(address).is_none());
@@ -227,6 +252,6 @@ mod tests {
             assert!(slots.policy(unknown).is_none());
         }
         let opened = plain.log.lock().unwrap().iter().filter(|line| line.starts_with("open")).count();
-        assert_eq!(opened, 2);
+        assert_eq!(opened, 3);
     }
 }

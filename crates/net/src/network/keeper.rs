@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
@@ -16,8 +17,8 @@ use super::pool::{Made, Phase, Work};
 use crate::egress::Egress;
 use crate::error::NetError;
 use crate::rtnl;
-use crate::rules::{Batch, Identity, tap_name};
-use crate::slots::{GATEWAY_MAC, address_of};
+use crate::rules::{Batch, Identity, is_tap_name, tap_name};
+use crate::slots::{GATEWAY_MAC, Seat, address_of};
 use crate::tap;
 
 /// How many slots the keeper works on at once: a caller that changes a policy waits for no more than that.
@@ -103,7 +104,8 @@ impl Shared {
         let mut identities = Vec::with_capacity(indexes.len());
         for index in indexes {
             let address = address_of(*index).ok_or(NetError::UnknownSlot { index: *index })?;
-            identities.push(Identity { index: *index, mac: random_mac()?, address, epoch: random_epoch()? });
+            let (mac, epoch) = (random_mac()?, random_epoch()?);
+            identities.push(Identity { index: *index, seat: Seat::First, mac, address, epoch });
         }
         let wanted = identities.clone();
         // If one fails, the descriptors of the others are closed, and with them their links go.
@@ -111,13 +113,8 @@ impl Shared {
             wanted
                 .iter()
                 .map(|identity| {
-                    let name = tap_name(identity.index);
-                    let what = |what: &str| format!("{what} {name}");
-                    let tap = tap::create(&name).map_err(NetError::system(what("making the TAP")))?;
-                    links
-                        .ask(vec![rtnl::link_up(&name, Some(GATEWAY_MAC))])
-                        .map_err(NetError::system(what("bringing up the TAP")))?;
-                    connect(links, identity).map_err(NetError::system(what("setting route and neighbour of")))?;
+                    let tap = make_tap(links, identity)?;
+                    connect(links, identity)?;
                     Ok(tap)
                 })
                 .collect::<Result<Vec<_>, NetError>>()
@@ -128,6 +125,7 @@ impl Shared {
         let made = identities.into_iter().zip(taps).map(|(identity, tap)| Made {
             identity,
             tap: Some(Arc::new(tap)),
+            beside: None,
             egress: Egress::Open,
             opened: HashMap::new(),
         });
@@ -136,7 +134,7 @@ impl Shared {
 
     /// Takes slots apart: links, then rules, so that what was on its way finds the old rules until it finds no link.
     fn retire(&self, indexes: &[u32]) -> Result<(), NetError> {
-        let names = indexes.iter().map(|index| tap_name(*index)).collect();
+        let names = both_names(indexes.iter().copied());
         if let Err(error) = self.links.run(move |links| remove_links(links, names)) {
             self.pool().not_retired();
             return Err(error);
@@ -145,6 +143,7 @@ impl Shared {
         let mut batch = Batch::default();
         for made in self.pool().dismantling() {
             batch.remove_slot(&made.identity, &made.egress, self.bandwidth.is_some());
+            made.identities().skip(1).for_each(|beside| batch.identity("delete", &beside));
             made.opened.keys().for_each(|(to, port)| batch.close(made.identity.address, *to, *port));
         }
         let removed = self.apply("removing slots", batch).or_else(|error| {
@@ -162,7 +161,7 @@ impl Shared {
 
     /// Removes the links of slots that nobody uses.
     pub(super) fn remove_spare_links(&self) -> Result<(), NetError> {
-        let names: Vec<String> = self.pool().spare().into_iter().map(tap_name).collect();
+        let names: Vec<String> = both_names(self.pool().spare().into_iter());
         if names.is_empty() {
             return Ok(());
         }
@@ -176,15 +175,14 @@ impl Shared {
     /// Removes the links of slots that aren't kept, and makes sure of the routes and neighbours of those that are.
     pub(super) fn keep_links(&self, kept: &[Made]) -> Result<(), NetError> {
         let kept: HashMap<String, Identity> =
-            kept.iter().map(|made| (tap_name(made.identity.index), made.identity)).collect();
+            kept.iter().map(|made| (made.identity.tap_name(), made.identity)).collect();
         self.links.run(move |links| {
             let (mut there, mut doomed) = (0_usize, Vec::new());
             for name in tap_links()? {
                 match kept.get(&name) {
                     Some(identity) => {
                         there += 1;
-                        connect(links, identity)
-                            .map_err(NetError::system(format!("setting route and neighbour of {name}")))?;
+                        connect(links, identity)?;
                     }
                     None => doomed.push(name),
                 }
@@ -200,14 +198,31 @@ impl Shared {
     }
 }
 
-/// The route to a slot, and who is there.
-fn connect(links: &mut rtnl::Rtnl, identity: &Identity) -> io::Result<()> {
-    let link = rtnl::index_of(&tap_name(identity.index))?;
-    links.ask(vec![rtnl::neighbour(identity.address, link, identity.mac), rtnl::host_route(identity.address, link)])
+/// A seat's TAP, up. Nothing leads to it yet.
+pub(super) fn make_tap(links: &mut rtnl::Rtnl, identity: &Identity) -> Result<OwnedFd, NetError> {
+    let name = identity.tap_name();
+    let what = |what: &str| NetError::system::<io::Error>(format!("{what} {name}"));
+    let tap = tap::create(&name).map_err(what("making the TAP"))?;
+    links.ask(vec![rtnl::link_up(&name, Some(GATEWAY_MAC))]).map_err(what("bringing up the TAP"))?;
+    Ok(tap)
+}
+
+/// The route to a slot's seat, in place of the one to its other seat, and who is there.
+pub(super) fn connect(links: &mut rtnl::Rtnl, identity: &Identity) -> Result<(), NetError> {
+    let name = identity.tap_name();
+    let connected = rtnl::index_of(&name).and_then(|link| {
+        links.ask(vec![rtnl::neighbour(identity.address, link, identity.mac), rtnl::host_route(identity.address, link)])
+    });
+    connected.map_err(NetError::system(format!("setting route and neighbour of {name}")))
+}
+
+/// The names of all seats that slots may have.
+fn both_names(indexes: impl Iterator<Item = u32>) -> Vec<String> {
+    indexes.flat_map(|index| Seat::ALL.map(|seat| tap_name(index, seat))).collect()
 }
 
 /// Removes links, all in one step: each step waits until no CPU uses what it removes. Links that are gone are no error.
-fn remove_links(links: &mut rtnl::Rtnl, names: Vec<String>) -> Result<(), NetError> {
+pub(super) fn remove_links(links: &mut rtnl::Rtnl, names: Vec<String>) -> Result<(), NetError> {
     let gone = |result: io::Result<()>| match result {
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
         other => other.map_err(NetError::system("removing TAPs")),
@@ -225,8 +240,5 @@ fn tap_links() -> Result<Vec<String>, NetError> {
     const LIST: &str = "/proc/thread-self/net/dev";
     let text = fs::read_to_string(LIST).map_err(NetError::system(format!("reading {LIST}")))?;
     let names = text.lines().filter_map(|line| line.split_once(':')).map(|(name, _)| name.trim());
-    Ok(names
-        .filter(|name| name.strip_prefix('t').is_some_and(|index| index.parse::<u32>().is_ok()))
-        .map(str::to_owned)
-        .collect())
+    Ok(names.filter(|name| is_tap_name(name)).map(str::to_owned).collect())
 }

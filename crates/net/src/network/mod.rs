@@ -6,6 +6,7 @@
 mod keeper;
 mod place;
 mod pool;
+mod seats;
 mod watch;
 
 use std::collections::HashMap;
@@ -25,7 +26,7 @@ use crate::inside::{Inside, empty_namespace};
 use crate::nft::Nft;
 use crate::rtnl::Rtnl;
 use crate::rules::{self, Batch, Identity};
-use crate::slots::{Counters, GATEWAY, MAX_SLOTS, Opening, Slot, SlotRecord, Slots, address_of};
+use crate::slots::{Counters, GATEWAY, MAX_SLOTS, Opening, Seat, Slot, SlotRecord, Slots, address_of};
 
 use self::place::{Names, Outside};
 use self::pool::{Found, Made, Phase, Pool};
@@ -238,6 +239,7 @@ impl Shared {
         batch.raw(&rules::router(self.bandwidth.is_some()));
         for made in slots {
             batch.add_slot(&made.identity, &made.egress, self.bandwidth);
+            made.identities().skip(1).for_each(|beside| batch.identity("add", &beside));
             for (to, port, left) in made.openings() {
                 batch.open(made.identity.address, to, port, left);
             }
@@ -261,13 +263,14 @@ impl Shared {
                 Some(epoch) => *epoch,
                 None => keeper::random_epoch()?,
             };
-            let identity = Identity { index: record.index, mac: record.mac, address: record.address, epoch };
+            let SlotRecord { index, seat, mac, address, .. } = *record;
+            let identity = Identity { index, seat, mac, address, epoch };
             let opened = found.openings.remove(&record.address).unwrap_or_default();
             let opened = match record.egress {
                 Egress::Allow(_) => opened.into_iter().map(|(to, port, left)| ((to, port), now + left)).collect(),
                 Egress::Open | Egress::None => HashMap::new(),
             };
-            let made = Made { identity, tap: None, egress: record.egress.clone(), opened };
+            let made = Made { identity, tap: None, beside: None, egress: record.egress.clone(), opened };
             if kept.insert(record.index, made).is_some() {
                 return Err(bad("there are two of it"));
             }
@@ -318,7 +321,16 @@ impl Slots for Network {
         let pool = self.shared.pool();
         let made = pool.taken(index).ok_or(NetError::UnknownSlot { index })?;
         let tap = made.tap.clone().ok_or(NetError::UnknownSlot { index })?;
-        Ok(Slot { index, mac: made.identity.mac, address: made.identity.address, tap })
+        let Identity { seat, mac, address, .. } = made.identity;
+        Ok(Slot { index, seat, mac, address, tap })
+    }
+
+    fn reseat(&self, index: u32) -> Result<Slot, NetError> {
+        self.shared.reseat(index)
+    }
+
+    fn unseat(&self, index: u32, seat: Seat) -> Result<(), NetError> {
+        self.shared.unseat(index, seat)
     }
 
     fn put(&self, index: u32) -> Result<(), NetError> {

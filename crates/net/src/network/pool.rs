@@ -9,6 +9,7 @@ use std::time::Instant;
 use crate::egress::Egress;
 use crate::error::NetError;
 use crate::rules::{Identity, Openings};
+use crate::slots::Seat;
 
 /// Where the network is in its life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,16 +25,41 @@ pub(super) enum Phase {
 /// A slot with its TAP and its rules.
 #[derive(Debug)]
 pub(super) struct Made {
+    /// With the seat that the slot's address leads to.
     pub(super) identity: Identity,
     /// `None` for a slot that was kept from an earlier run: its VMM has the TAP.
     pub(super) tap: Option<Arc<OwnedFd>>,
+    /// The seat of who may take its place, while there are two.
+    pub(super) beside: Option<Beside>,
     /// The policy that is in force.
     pub(super) egress: Egress,
     /// What was opened for names, and until when.
     pub(super) opened: HashMap<(Ipv4Addr, Option<u16>), Instant>,
 }
 
+/// A seat that the slot's address does not lead to.
+#[derive(Debug)]
+pub(super) struct Beside {
+    pub(super) seat: Seat,
+    pub(super) tap: Arc<OwnedFd>,
+}
+
 impl Made {
+    /// One in each seat that there is, the one that the address leads to first.
+    pub(super) fn identities(&self) -> impl Iterator<Item = Identity> {
+        let beside = self.beside.as_ref().map(|beside| Identity { seat: beside.seat, ..self.identity });
+        std::iter::once(self.identity).chain(beside)
+    }
+
+    /// Has one seat again: not this one.
+    pub(super) fn unseat(&mut self, seat: Seat) {
+        if let Some(beside) = self.beside.take()
+            && beside.seat != seat
+        {
+            (self.identity.seat, self.tap) = (beside.seat, Some(beside.tap));
+        }
+    }
+
     /// What is open for longer than now.
     pub(super) fn openings(&self) -> Openings {
         let now = Instant::now();
@@ -265,8 +291,8 @@ mod tests {
 
     fn made(index: u32) -> Made {
         let address = address_of(index).unwrap();
-        let identity = Identity { index, mac: [2; 6], address, epoch: 1 };
-        Made { identity, tap: None, egress: Egress::Open, opened: HashMap::new() }
+        let identity = Identity { index, seat: Seat::First, mac: [2; 6], address, epoch: 1 };
+        Made { identity, tap: None, beside: None, egress: Egress::Open, opened: HashMap::new() }
     }
 
     /// Takes as the network would, with everything succeeding.
