@@ -7,6 +7,8 @@
 //! | [`staging`] | directories that appear complete or not at all |
 //! | [`volume`] | an XFS loop volume where the disk has no reflink |
 //! | [`ext4`] | an ext4 image from a directory, without mounting |
+//! | [`ext4_read`] | what is in an ext4 image, without mounting and without trusting it |
+//! | [`changes`] | how the files of two such images differ |
 //! | [`ownership`] | whose the files are, also what root puts there |
 //! | [`usage`] | free space, allocated bytes |
 //! | [`command`] | bounded subprocesses whose output goes to a log |
@@ -15,10 +17,12 @@
 //! It does not know what the images mean (templates, snapshots: `image`, `snapshot`), never mounts a file system that a
 //! guest can write, and never follows symbolic links inside a tree that is not its own.
 
+pub mod changes;
 pub mod clone;
 pub mod command;
 pub mod data_dir;
 pub mod ext4;
+pub mod ext4_read;
 pub mod fsync;
 pub mod name;
 pub mod ownership;
