@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Sandbox;
+use crate::{OnTtl, Sandbox};
 
 /// Most children of one call.
 pub const MAX_FORK_COUNT: u32 = 16;
@@ -33,6 +33,9 @@ pub struct ForkRequest {
     /// For every child.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,
+    /// What becomes of a child that was idle for its TTL. Absent: the same as of the parent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_ttl: Option<OnTtl>,
 }
 
 /// Body of `POST /v1/sandboxes/{id}/fork-tree`; an empty body is all defaults.
@@ -41,9 +44,13 @@ pub struct ForkTreeRequest {
     /// 1 to 16; default 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub count: Option<i64>,
-    /// For every child. `explore_ttl` (seconds, as text) becomes their TTL.
+    /// For every child. `explore_ttl` (seconds, as text) becomes their TTL, until one is promoted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<BTreeMap<String, String>>,
+    /// What becomes of a child that was idle for its TTL. Absent: the same as of the parent; with an `explore_ttl`, `delete`
+    /// until it is promoted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_ttl: Option<OnTtl>,
 }
 
 /// Answer of `fork` and `fork-tree`: at least one child, in index order.
@@ -56,26 +63,29 @@ pub struct Fork {
     pub errors: Vec<ForkError>,
     /// The sandbox that was forked.
     pub parent_id: String,
-    /// The snapshot that the children were restored from; absent for a `disk` fork.
+    /// The snapshot that the children were restored from, for as long as one of them needs it; absent for a `disk` fork.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot_id: Option<String>,
     /// What the children of this call have in common; see `promote`.
     pub tree_id: String,
     /// The instant that the children continue from, RFC 3339.
     pub at: String,
-    /// How long the parent was paused, milliseconds.
+    /// How long the parent was paused, milliseconds. Of a `warm` fork: until its child had taken over.
     pub parent_paused_ms: f64,
     /// `reflink`, or `copy` where the file system has no reflinks (slow).
     pub disk_clone: String,
-    /// Whether the parent's unwritten data was flushed and its file system frozen before a `disk` fork. Always true for a
-    /// fork-tree, whose children have the memory that the data is in.
+    /// Whether the parent's unwritten data was flushed and its file system frozen before a `disk` fork. Always true
+    /// otherwise: children have the memory that the data is in.
     pub flushed: bool,
-    /// `disk` or `fork-tree`.
+    /// `disk`, `fork-tree` or `warm`.
     pub mode: String,
     /// One line: what the children inherited and what they did not.
     pub inherited: String,
     /// Guest memory that was copied from the parent, bytes.
     pub memory_bytes: u64,
+    /// Bytes of it that were written to the image of the children: long stretches of zeros are not.
+    #[serde(default)]
+    pub memory_written_bytes: u64,
     /// What the capture's time was made of; absent for a `disk` fork.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capture: Option<CaptureBreakdown>,

@@ -31,7 +31,7 @@ pub enum SandboxStatus {
     Paused,
     /// Being deleted.
     Stopping,
-    /// Its machine is gone, its record stays.
+    /// Its machine is gone, its record stays until its TTL: `metadata.successor` is the sandbox that took its place.
     Stopped,
     /// On disk, without a VMM.
     Hibernated,
@@ -47,6 +47,17 @@ pub enum BootMode {
     Cold,
     /// Restored from a snapshot.
     Snapshot,
+}
+
+/// What becomes of a sandbox that was idle for its TTL.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, utoipa::ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnTtl {
+    /// It is deleted.
+    #[default]
+    Delete,
+    /// It hibernates, until it is used again or deleted. One whose machine has failed is deleted all the same.
+    Hibernate,
 }
 
 /// What the time to the acknowledged handshake was made of, milliseconds. What a whole request needed once for all of its
@@ -99,8 +110,11 @@ pub struct Sandbox {
     pub created_at: String,
     /// Never reaped.
     pub persistent: bool,
-    /// Idle seconds after which it is deleted.
+    /// Idle seconds after which `on_ttl` is done.
     pub ttl_seconds: u64,
+    /// What becomes of it then.
+    #[serde(default)]
+    pub on_ttl: OnTtl,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -118,6 +132,9 @@ pub struct CreateSandboxRequest {
     /// Idle seconds after which it is deleted; more than 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
+    /// What becomes of it then; default `delete`. Children of a fork inherit it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_ttl: Option<OnTtl>,
     /// Never reap it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
@@ -143,11 +160,15 @@ pub struct StatusReply {
 /// Answer of `GET` and `PATCH …/lifecycle`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, utoipa::ToSchema)]
 pub struct Lifecycle {
-    /// Idle seconds after which it is deleted.
+    /// Idle seconds after which `on_ttl` is done.
     pub ttl_seconds: u64,
+    /// What becomes of it then.
+    #[serde(default)]
+    pub on_ttl: OnTtl,
     /// Never reaped.
     pub persistent: bool,
-    /// Seconds since it was last used.
+    /// Seconds since it was last used. What is in progress (a command, a file, a connection to a port) is use, for as long as
+    /// it lasts; looking at a sandbox is none.
     pub idle_seconds: u64,
 }
 
@@ -157,6 +178,9 @@ pub struct LifecyclePatch {
     /// More than 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<i64>,
+    /// What becomes of it when it was idle for so long.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_ttl: Option<OnTtl>,
     /// Never reap it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,

@@ -7,17 +7,21 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coppice_api::{ErrorClass, SandboxStatus};
+use coppice_api::{ErrorClass, Fork, OnTtl, SandboxStatus};
 use coppice_engine::{CaptureError, CapturePlan, Captured, DiskClone, GuestError, SessionError, Vm, VmError, VmState};
 use coppice_guest_proto::limits::MAX_FREEZE_MS;
-use coppice_guest_proto::v1::{QuiesceRequest, ThawRequest};
-use coppice_net::{Egress, NetError};
+use coppice_guest_proto::v1::QuiesceRequest;
+use coppice_net::{Egress, NetError, Seat};
+use coppice_snapshot::MachineSpec;
+use jiff::Timestamp;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{Instrument, info, info_span, warn};
 use uuid::Uuid;
 
 use crate::Coded;
-use crate::entry::{AccessError, Entry, status_word};
+use crate::admission::Reservation;
+use crate::entry::{AccessError, Entry};
+use crate::fork::{ForkError, Order};
 use crate::handshake;
 use crate::hold;
 use crate::host::Shared;
@@ -48,9 +52,22 @@ pub(crate) enum Op {
     Wake(oneshot::Sender<Result<(), AccessError>>),
     Capture(Box<CapturePlan>, Reply<Captured>),
     CloneDisk(PathBuf, Reply<DiskCapture>),
+    /// Puts a child in its place.
+    ForkWarm(Box<(Order, Reservation)>, oneshot::Sender<Result<Fork, ForkError>>),
     /// Changes what it may reach.
     SetEgress(Egress, Reply<()>),
     Delete(Reply<()>),
+    /// Ends it as its `on_ttl` says, if it is still idle.
+    Expire(Reply<Expired>),
+}
+
+/// What became of a sandbox that had been idle for its TTL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Expired {
+    Deleted,
+    Hibernated,
+    /// It was used meanwhile, or stands still until the host's disk has room: as it was.
+    Stays,
 }
 
 /// A disk cloned for a plain fork.
@@ -59,6 +76,8 @@ pub(crate) struct DiskCapture {
     pub clone: DiskClone,
     /// Whether the guest flushed and froze its file system first.
     pub flushed: bool,
+    /// The machine that has the disk.
+    pub machine: MachineSpec,
 }
 
 /// Why an operation on a machine failed.
@@ -72,7 +91,7 @@ pub enum OpError {
     Vm {
         /// Of the sandbox.
         id: Uuid,
-        /// "paused", "resumed", "hibernated" or "deleted".
+        /// "paused", "resumed", "hibernated", "forked" or "deleted".
         what: &'static str,
         /// Why.
         #[source]
@@ -189,9 +208,18 @@ pub(crate) struct Actor {
     pub(crate) entry: Arc<Entry>,
     pub(crate) vm: Arc<dyn Vm>,
     state: watch::Receiver<VmState>,
-    /// The slot of a machine that a hibernated sandbox has left, until that is gone.
-    pub(crate) owed_slot: Option<u32>,
+    /// What a machine that the sandbox has left still holds of the network, until that is gone.
+    pub(crate) owed: Option<Owed>,
     mailbox: mpsc::Receiver<Op>,
+}
+
+/// What is given back once a machine is gone: not before, as it holds a TAP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Owed {
+    /// A slot.
+    Slot(u32),
+    /// A seat of a slot, whose other one its successor has.
+    Seat(u32, Seat),
 }
 
 /// What an actor does first.
@@ -218,8 +246,9 @@ impl Actor {
     ) {
         // Of its own, not below the request that happened to start it.
         let span = info_span!(parent: None, "sandbox", id = %entry.id);
+        entry.set_machine(Arc::clone(&vm));
         let state = vm.state();
-        let actor = Self { shared, entry, vm, state, owed_slot: None, mailbox };
+        let actor = Self { shared, entry, vm, state, owed: None, mailbox };
         drop(tokio::spawn(actor.run(begin).instrument(span)));
     }
 
@@ -250,6 +279,14 @@ impl Actor {
                             return;
                         }
                     }
+                    Some(Op::Expire(reply)) => {
+                        let done = self.expire().await;
+                        let ended = matches!(done, Ok(Expired::Deleted));
+                        drop(reply.send(done));
+                        if ended {
+                            return;
+                        }
+                    }
                     Some(op) => self.perform(op).await,
                 },
                 changed = self.state.changed() => match changed {
@@ -271,8 +308,13 @@ impl Actor {
             Op::Wake(reply) => drop(reply.send(self.wake().await)),
             Op::Capture(plan, reply) => drop(reply.send(self.capture(*plan).await)),
             Op::CloneDisk(dest, reply) => drop(reply.send(self.clone_disk(dest).await)),
+            Op::ForkWarm(order, reply) => {
+                let (order, room) = *order;
+                drop(reply.send(self.fork_warm(order, room).await));
+            }
             Op::SetEgress(egress, reply) => drop(reply.send(self.set_egress(egress).await)),
             Op::Delete(reply) => drop(reply.send(self.delete().await)),
+            Op::Expire(reply) => drop(reply.send(self.expire().await)),
         }
     }
 
@@ -283,6 +325,7 @@ impl Actor {
     /// From now on this is its machine.
     pub(crate) fn become_machine(&mut self, vm: Arc<dyn Vm>) {
         self.state = vm.state();
+        self.entry.set_machine(Arc::clone(&vm));
         self.vm = vm;
     }
 
@@ -310,15 +353,16 @@ impl Actor {
         Ok(true)
     }
 
-    pub(crate) fn require(&self, allowed: &[SandboxStatus]) -> Result<(), AccessError> {
-        let live = self.entry.live();
-        if allowed.contains(&live.status) {
-            return Ok(());
+    /// For operations that need a machine. Here, and not by whoever asks: nothing comes between the two.
+    pub(crate) async fn awake(&mut self) -> Result<(), AccessError> {
+        match self.entry.live().status {
+            SandboxStatus::Hibernated => self.wake().await,
+            _ => Ok(()),
         }
-        Err(match live.status {
-            SandboxStatus::Failed => AccessError::Failed { id: self.id(), reason: live.error.unwrap_or_default() },
-            status => AccessError::NotRunning { id: self.id(), status: status_word(status) },
-        })
+    }
+
+    pub(crate) fn require(&self, allowed: &[SandboxStatus]) -> Result<(), AccessError> {
+        if allowed.contains(&self.entry.live().status) { Ok(()) } else { Err(self.entry.unusable()) }
     }
 
     async fn pause(&mut self) -> Result<(), OpError> {
@@ -328,12 +372,15 @@ impl Actor {
         }
         // What is captured while it is paused is held then, and after the pause nothing runs before the clock is right.
         let session = self.hold().await?;
+        coppice_fault::point!("pause.held");
         if let Err(source) = self.vm.pause().await {
             let released = hold::release(&session).await;
             self.note_release(released);
             return Err(OpError::Vm { id: self.id(), what: "paused", source });
         }
+        coppice_fault::point!("pause.paused");
         self.become_(SandboxStatus::Paused, None).await?;
+        coppice_fault::point!("pause.recorded");
         Ok(())
     }
 
@@ -362,6 +409,7 @@ impl Actor {
     /// Lets the machine run, and steps its clock before it is shown as running. A machine that stands still after an error
     /// of the host's disk goes on where it was: the write that failed is tried again.
     async fn resume(&mut self) -> Result<(), OpError> {
+        self.awake().await?;
         if !self.stands_still() {
             self.require(&[SandboxStatus::Running, SandboxStatus::Paused])?;
         }
@@ -369,12 +417,10 @@ impl Actor {
             return Ok(());
         }
         self.vm.resume().await.map_err(|source| OpError::Vm { id: self.id(), what: "resumed", source })?;
+        coppice_fault::point!("resume.resumed");
         let session = self.session().await?;
-        let request = handshake::unpause(&self.entry.record()).map_err(OpError::Entropy)?;
-        session
-            .resume(request, Instant::now() + handshake::TIMEOUT)
-            .await
-            .map_err(|source| OpError::Handshake { id: self.id(), source })?;
+        self.put_clock_right(&session).await?;
+        coppice_fault::point!("resume.acknowledged");
         self.become_(SandboxStatus::Running, None).await?;
         Ok(())
     }
@@ -397,13 +443,15 @@ impl Actor {
     }
 
     async fn capture(&mut self, mut plan: CapturePlan) -> Result<Captured, OpError> {
+        self.awake().await?;
         self.require(&[SandboxStatus::Running, SandboxStatus::Paused])?;
         let captured = if self.entry.live().status == SandboxStatus::Paused {
             self.vm.capture(plan).await
         } else {
             let session = self.session().await?;
             plan.hold = Some(session.clone());
-            let (captured, released) = hold::released_after(&session, self.vm.state(), self.vm.capture(plan)).await;
+            let (captured, released) =
+                hold::gone_on_after(&session, &self.entry.record(), self.vm.state(), self.vm.capture(plan)).await;
             self.note_release(released);
             captured
         };
@@ -415,29 +463,31 @@ impl Actor {
 
     /// Flush and freeze in the guest, clone in a pause, thaw. A guest that doesn't answer is cloned as it is.
     async fn clone_disk(&mut self, dest: PathBuf) -> Result<DiskCapture, OpError> {
+        self.awake().await?;
         self.require(&[SandboxStatus::Running, SandboxStatus::Paused])?;
         let session = self.entry.live().session.filter(|_| self.entry.live().status == SandboxStatus::Running);
-        let mut client = session.map(|s| s.client());
         let mut flushed = false;
-        if let Some(client) = &mut client {
+        if let Some(session) = &session {
             let request = QuiesceRequest { max_freeze_ms: MAX_FREEZE_MS };
-            match tokio::time::timeout(QUIESCE, client.quiesce(request)).await {
+            match tokio::time::timeout(QUIESCE, session.client().quiesce(request)).await {
                 Ok(Ok(reply)) => flushed = reply.into_inner().frozen,
                 Ok(Err(status)) => warn!(%status, "the guest did not flush its disk"),
                 Err(_) => warn!(after = ?QUIESCE, "the guest did not flush its disk in time"),
             }
         }
+        coppice_fault::point!("fork-disk.quiesced");
         let clone = self.vm.clone_disk(&dest).await;
-        if let Some(mut client) = client {
-            // Outside of the operation: the clone is made, and the guest's own timer thaws it if this call fails.
-            drop(tokio::spawn(async move {
-                if let Err(status) = client.thaw(ThawRequest {}).await {
-                    warn!(%status, "thaw failed; the guest's timer will thaw");
-                }
-            }));
+        if let Some(session) = session {
+            // Awaited: what comes next may be a capture, which must not catch processes that wait for the disk.
+            hold::thaw(&session).await;
+            if flushed {
+                // It stood still for a few milliseconds only, but so it does each time.
+                let gone_on = hold::go_on(&session, &self.entry.record()).await;
+                self.note_release(gone_on);
+            }
         }
         let clone = clone.map_err(|source| OpError::Capture { id: self.id(), source })?;
-        Ok(DiskCapture { clone, flushed })
+        Ok(DiskCapture { clone, flushed, machine: self.vm.record().machine })
     }
 
     /// Recorded first, then in force; taken back if it can't be put in force. A machine that is gone has no slot: there it
@@ -470,22 +520,52 @@ impl Actor {
     /// Intent first, then the machine, its files, its record.
     async fn delete(&mut self) -> Result<(), OpError> {
         self.become_(SandboxStatus::Stopping, None).await?;
+        coppice_fault::point!("delete.intended");
         self.vm.kill().await.map_err(|source| OpError::Vm { id: self.id(), what: "deleted", source })?;
+        coppice_fault::point!("delete.ended");
         // Not before the machine is gone: it holds the slot's TAP.
-        let owed = self.owed_slot.take();
-        if let Some(index) = self.entry.record().network.map(|slot| slot.index).or(owed) {
-            slots::put(&self.shared, index).await;
+        if let Some(slot) = self.entry.record().network {
+            slots::put(&self.shared, slot.index).await;
         }
+        self.give_back().await;
+        coppice_fault::point!("delete.slot");
         self.shared.forget(self.id()).await?;
+        coppice_fault::point!("delete.forgotten");
         info!("deleted");
         Ok(())
+    }
+
+    /// Looked at again here, where no other operation is under way: who used it after the reaper had looked keeps it.
+    async fn expire(&mut self) -> Result<Expired, OpError> {
+        if !self.entry.is_expired(Timestamp::now()) {
+            return Ok(Expired::Stays);
+        }
+        let status = self.entry.live().status;
+        match self.entry.record().on_ttl {
+            OnTtl::Hibernate if matches!(status, SandboxStatus::Running | SandboxStatus::Paused) => {
+                self.hibernate().await.map(|()| Expired::Hibernated)
+            }
+            // It goes on by itself once there is room, and then it hibernates.
+            OnTtl::Hibernate if self.stands_still() => Ok(Expired::Stays),
+            // Also one that is to be kept and has nothing left that could be: its machine is gone.
+            OnTtl::Hibernate | OnTtl::Delete => self.delete().await.map(|()| Expired::Deleted),
+        }
+    }
+
+    /// What a machine held that is gone now.
+    pub(crate) async fn give_back(&mut self) {
+        match self.owed.take() {
+            Some(Owed::Slot(index)) => slots::put(&self.shared, index).await,
+            Some(Owed::Seat(index, seat)) => slots::unseat(&self.shared, index, seat).await,
+            None => {}
+        }
     }
 
     pub(crate) async fn vm_changed(&mut self) {
         let state = self.state.borrow_and_update().clone();
         let status = self.entry.live().status;
-        if status == SandboxStatus::Hibernated {
-            // It is in its image. What becomes of the machine that it left is of no concern to it.
+        if matches!(status, SandboxStatus::Hibernated | SandboxStatus::Stopped) {
+            // It is in its image, or in its successor's machine. What becomes of the machine that it left is of no concern to it.
             return;
         }
         match state {
@@ -528,18 +608,26 @@ impl Actor {
         let id = self.id();
         self.vm.resume().await.map_err(|source| OpError::Vm { id, what: "resumed", source })?;
         let session = self.connect().await?;
-        let request = handshake::unpause(&self.entry.record()).map_err(OpError::Entropy)?;
-        let done = session.resume(request, Instant::now() + handshake::TIMEOUT).await;
-        done.map_err(|source| OpError::Handshake { id, source })?;
+        hold::thaw(&session).await;
+        self.put_clock_right(&session).await?;
         self.entry.set_live(|live| live.session = Some(session));
         Ok(())
+    }
+
+    /// And lets its processes go on.
+    async fn put_clock_right(&self, session: &coppice_engine::GuestSession) -> Result<(), OpError> {
+        let record = self.entry.record();
+        let request = handshake::unpause(&record).map_err(OpError::Entropy)?;
+        let done = handshake::perform(session, &record, request, Instant::now() + handshake::TIMEOUT).await;
+        done.map_err(|source| OpError::Handshake { id: self.id(), source })
     }
 
     async fn open_session(&mut self) -> Result<coppice_engine::GuestSession, OpError> {
         let session = self.connect().await?;
         if self.entry.live().status == SandboxStatus::Running {
-            // A capture may have been cut short: by the end of the daemon that made it, say.
-            hold::release(&session).await.map_err(|source| OpError::Release { id: self.id(), source })?;
+            // A capture or a disk fork may have been cut short: by the end of the daemon that made it, say.
+            let gone_on = hold::let_go(&session, &self.entry.record()).await;
+            gone_on.map_err(|source| OpError::Release { id: self.id(), source })?;
         }
         self.entry.set_live(|live| live.session = Some(session.clone()));
         Ok(session)

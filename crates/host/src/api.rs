@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use coppice_api::{
-    CreateSandboxRequest, DirEntry, Fork, Lifecycle, LifecyclePatch, Network, NetworkRequest, PromoteReply,
-    PromoteRequest, Sandbox, Snapshot, Template,
+    Changes, CreateSandboxRequest, DirEntry, Fork, HostReport, Lifecycle, LifecyclePatch, Network, NetworkRequest,
+    OnTtl, PromoteReply, PromoteRequest, Sandbox, Snapshot, Template,
 };
 use futures::stream::BoxStream;
 
@@ -23,6 +23,9 @@ pub trait HostApi: Send + Sync + std::fmt::Debug {
     fn info(&self) -> HostInfo;
     /// Brings the metrics up to date that are read somewhere else and not counted here, e.g. packets that were dropped.
     async fn observe(&self);
+
+    /// What it has, what of it is used and promised, and what fits still. For admins.
+    async fn report(&self) -> Result<HostReport, HostError>;
 
     /// Creates a sandbox from a template or a snapshot; answers when its guest has acknowledged the resume handshake.
     async fn create(&self, workspace: &str, request: CreateSandboxRequest) -> Result<Sandbox, HostError>;
@@ -62,6 +65,9 @@ pub trait HostApi: Send + Sync + std::fmt::Debug {
     async fn stat(&self, workspace: &str, id: &str, path: &str) -> Result<DirEntry, HostError>;
     /// Removes a file or a tree.
     async fn remove(&self, workspace: &str, id: &str, path: &str) -> Result<(), HostError>;
+    /// How its files differ from those that it began with, read from its disk. Wakes nothing, and changes nothing unless
+    /// the guest is to flush.
+    async fn changes(&self, workspace: &str, id: &str, spec: ChangesSpec) -> Result<Changes, HostError>;
     /// The console log so far (bounded by the host), last `tail_bytes` of it when given.
     async fn logs(&self, workspace: &str, id: &str, tail_bytes: Option<u64>) -> Result<Bytes, HostError>;
     /// The last few KiB of the console, then what comes, until the sandbox ends.
@@ -89,6 +95,9 @@ pub trait HostApi: Send + Sync + std::fmt::Debug {
     async fn fork_disk(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError>;
     /// Children with the parent's memory and disk.
     async fn fork_tree(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError>;
+    /// One child with the parent's memory, disk and place on the network; the parent is stopped once the child has acknowledged.
+    /// Whoever hangs up does not undo it.
+    async fn fork_warm(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError>;
     /// Makes a child independent; deletes its siblings when asked.
     async fn promote(&self, workspace: &str, id: &str, request: PromoteRequest) -> Result<PromoteReply, HostError>;
 
@@ -173,6 +182,17 @@ pub struct ExecSpec {
     pub timeout: Option<Duration>,
 }
 
+/// What changes of a sandbox are asked for.
+#[derive(Debug, Clone, Default)]
+pub struct ChangesSpec {
+    /// Most entries in each list.
+    pub limit: usize,
+    /// Names from the root: only what they lead to, and what is in it.
+    pub below: Vec<String>,
+    /// A guest that runs writes what it has to its disk first.
+    pub flush: bool,
+}
+
 /// A TCP port of a guest on which something listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DetectedPort {
@@ -203,6 +223,8 @@ pub struct ForkSpec {
     pub count: i64,
     /// For every child; reserved keys are ignored.
     pub metadata: BTreeMap<String, String>,
+    /// What becomes of a child that was idle for its TTL. None: as of the parent, or `delete` for one that is explored.
+    pub on_ttl: Option<OnTtl>,
 }
 
 /// What a host is.

@@ -14,9 +14,10 @@ use jiff::Timestamp;
 use uuid::Uuid;
 
 use crate::Coded;
-use crate::admission::AdmissionError;
+use crate::admission::{AdmissionError, Ask};
 use crate::host::Shared;
 use crate::launch::{self, Launch, LaunchError, Origin};
+use crate::meter;
 use crate::network;
 use crate::record::SandboxRecord;
 use crate::snapshots::{self, SnapshotError};
@@ -117,6 +118,7 @@ pub(crate) struct Source {
     pub(crate) image: Arc<MachineImage>,
     template: String,
     snapshot: Option<Uuid>,
+    lease: Option<Arc<snapshots::Lease>>,
 }
 
 pub(crate) async fn resolve(
@@ -126,13 +128,14 @@ pub(crate) async fn resolve(
 ) -> Result<Source, CreateError> {
     // Clients send their default template along with a snapshot: the snapshot wins.
     if let Some(id) = request.from_snapshot.as_deref().filter(|id| !id.is_empty()) {
+        let lease = id.parse().ok().map(|id| snapshots::lease(shared, id));
         let snapshot = snapshots::get(shared, workspace, id).await?;
-        let image = snapshots::open(shared, snapshot.id).await?;
-        return Ok(Source { image: Arc::new(image), template: snapshot.template, snapshot: Some(snapshot.id) });
+        let image = Arc::new(snapshots::open(shared, snapshot.id).await?);
+        return Ok(Source { image, template: snapshot.template, snapshot: Some(snapshot.id), lease });
     }
     let name = request.template.as_deref().filter(|name| !name.is_empty()).unwrap_or(DEFAULT_TEMPLATE);
     let (image, template) = templates::image(shared, name).await?;
-    Ok(Source { image, template, snapshot: None })
+    Ok(Source { image, template, snapshot: None, lease: None })
 }
 
 pub(crate) async fn create(
@@ -148,9 +151,17 @@ pub(crate) async fn create(
     let metadata = check_metadata(request.metadata.clone())?;
     let egress = network::parse(request.network.as_ref())?.unwrap_or_default();
     let source = resolve(shared, workspace, &request).await?;
-    let reservation = shared.admission.reserve(1, shared.count())?;
+    let manifest = source.image.manifest();
+    let machine = &manifest.machine;
+    let ask = Ask {
+        machines: 1,
+        listed: true,
+        memory_mib: u64::from(machine.memory_mib),
+        disk_len: manifest.disk.len,
+        image: false,
+    };
+    let room = Some(shared.admission.reserve(&ask, || meter::sums(shared))?);
 
-    let machine = &source.image.manifest().machine;
     let now = Timestamp::now();
     let record = SandboxRecord {
         id: Uuid::new_v4(),
@@ -170,19 +181,30 @@ pub(crate) async fn create(
         persistent: request.persistent.unwrap_or(false),
         ttl_seconds,
         settled_ttl_seconds: ttl_seconds,
+        on_ttl: request.on_ttl.unwrap_or_default(),
+        settled_on_ttl: request.on_ttl.unwrap_or_default(),
         last_used_at: now,
         lineage: None,
+        successor: None,
         egress,
         network: None,
         vm: None,
     };
     let reason = if source.snapshot.is_some() { ResumeReason::Restore } else { ResumeReason::Create };
     let origin = Origin::Image(source.image);
-    let launched = launch::spawn(shared, Launch { record, origin, reason, fork: None, requested }).await;
-    drop(reservation);
+    let launching = launch::spawn(shared, Launch { record, origin, reason, fork: None, requested, room });
+    let lease = source.lease;
+    // Held until the machine has its files open, also when the caller goes.
+    let launched = tokio::spawn(async move {
+        let launched = launching.await;
+        drop(lease);
+        launched
+    });
+    let launched = launched.await.and_then(|launched| launched);
     let outcome = launched.map_err(|_| LaunchError::Interrupted).and_then(|launched| launched);
     let label = if outcome.is_ok() { "ok" } else { "failed" };
     metrics::counter!("coppice_creates_total", "outcome" => label).increment(1);
+    coppice_fault::point!("create.made");
     let entry = outcome?.claim().ok_or(LaunchError::Interrupted)?;
     Ok(entry.record().to_api())
 }

@@ -5,18 +5,20 @@
 //! to the guest's session and may be many at once.
 
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use coppice_api::{ErrorClass, SandboxStatus};
-use coppice_engine::GuestSession;
+use coppice_engine::{GuestSession, Vm, VmStats};
 use jiff::Timestamp;
 use tokio::sync::{mpsc, oneshot, watch};
 use uuid::Uuid;
 
 use crate::Coded;
 use crate::actor::Op;
-use crate::record::SandboxRecord;
+use crate::meter::Measured;
+use crate::record::{ForkRole, SandboxRecord};
+use crate::store::{Store, StoreError};
 use crate::wake::WakeError;
 
 /// How long a call waits for a session that is being opened again.
@@ -46,6 +48,26 @@ pub(crate) struct Entry {
     /// Whether `last_used_ms` is newer than the record in the database.
     last_used_dirty: AtomicBool,
     in_use: AtomicU32,
+    /// Held while what clients change of the record is changed and stored, so that the last one is what is stored.
+    lifecycle: tokio::sync::Mutex<()>,
+    /// A sibling was promoted: it goes. Changed with the record locked.
+    condemned: AtomicBool,
+    /// Of its guest.
+    pub memory_mib: u32,
+    meter: Mutex<Meter>,
+    /// It could not be ended at its time: not before this is it tried again.
+    end_again_ms: AtomicI64,
+}
+
+/// What is known of what its machine uses.
+#[derive(Debug, Default)]
+struct Meter {
+    /// What is measured.
+    machine: Option<Arc<dyn Vm>>,
+    /// None: not yet, or it is gone.
+    measured: Option<Measured>,
+    /// Size of its disk, holes included, bytes.
+    disk_len: u64,
 }
 
 /// Why a sandbox can't be used.
@@ -61,6 +83,14 @@ pub enum AccessError {
         id: Uuid,
         /// What it is.
         status: &'static str,
+    },
+    /// Another one took its place.
+    #[error("sandbox {id} is stopped: sandbox {successor} took its place")]
+    Succeeded {
+        /// Of the sandbox.
+        id: Uuid,
+        /// Of the other one.
+        successor: Uuid,
     },
     /// Its machine died.
     #[error("sandbox {id} has failed: {reason}")]
@@ -88,7 +118,7 @@ impl Coded for AccessError {
     fn code(&self) -> &'static str {
         match self {
             Self::NotFound(_) => "sandbox_not_found",
-            Self::NotRunning { .. } => "sandbox_not_running",
+            Self::NotRunning { .. } | Self::Succeeded { .. } => "sandbox_not_running",
             Self::Failed { .. } => "sandbox_failed",
             Self::Wake { source, .. } => source.code(),
             Self::NoSession(_) => "guest_unresponsive",
@@ -98,7 +128,7 @@ impl Coded for AccessError {
     fn class(&self) -> ErrorClass {
         match self {
             Self::NotFound(_) => ErrorClass::NotFound,
-            Self::NotRunning { .. } | Self::Failed { .. } => ErrorClass::Conflict,
+            Self::NotRunning { .. } | Self::Succeeded { .. } | Self::Failed { .. } => ErrorClass::Conflict,
             Self::Wake { source, .. } => source.class(),
             Self::NoSession(_) => ErrorClass::Internal,
         }
@@ -108,6 +138,7 @@ impl Coded for AccessError {
         match self {
             Self::NotRunning { status: "paused", .. } => Some("resume it first".into()),
             Self::NotRunning { status: "hibernated", .. } => Some("wake it first".into()),
+            Self::Succeeded { successor, .. } => Some(format!("use sandbox {successor}")),
             Self::Wake { source, .. } => source.hint(),
             Self::Failed { .. } => Some("its console log may say more; delete it and create another".into()),
             _ => None,
@@ -148,6 +179,11 @@ impl Entry {
             last_used_ms: AtomicI64::new(record.last_used_at.as_millisecond()),
             last_used_dirty: AtomicBool::new(false),
             in_use: AtomicU32::new(0),
+            memory_mib: record.memory_mib,
+            meter: Mutex::default(),
+            end_again_ms: AtomicI64::new(i64::MIN),
+            lifecycle: tokio::sync::Mutex::default(),
+            condemned: AtomicBool::new(false),
             record: Mutex::new(record),
             live: watch::Sender::new(live),
             mailbox,
@@ -167,9 +203,94 @@ impl Entry {
         record.clone()
     }
 
+    /// What it is doing now.
+    pub(crate) fn status(&self) -> SandboxStatus {
+        self.live.borrow().status
+    }
+
+    fn meter(&self) -> MutexGuard<'_, Meter> {
+        self.meter.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on this is its machine, of which nothing was measured yet.
+    pub(crate) fn set_machine(&self, machine: Arc<dyn Vm>) {
+        let mut meter = self.meter();
+        (meter.machine, meter.measured) = (Some(machine), None);
+    }
+
+    /// The machine that is to be measured.
+    pub(crate) fn machine(&self) -> Option<Arc<dyn Vm>> {
+        self.meter().machine.clone()
+    }
+
+    /// Size of its disk, bytes.
+    pub(crate) fn set_disk_len(&self, len: u64) {
+        self.meter().disk_len = len;
+    }
+
+    /// What a machine uses. Nothing is changed when it is another one by now.
+    pub(crate) fn set_measured(&self, of: &Arc<dyn Vm>, stats: Option<VmStats>, disk_len: Option<u64>) {
+        let mut meter = self.meter();
+        if !meter.machine.as_ref().is_some_and(|machine| Arc::ptr_eq(machine, of)) {
+            return;
+        }
+        meter.measured = stats.map(|stats| Measured {
+            private: stats.private_bytes,
+            shared: stats.pss_bytes.saturating_sub(stats.private_bytes),
+        });
+        meter.disk_len = disk_len.unwrap_or(meter.disk_len);
+    }
+
+    /// What its machine used when it was last measured, and the size of its disk.
+    pub(crate) fn measured(&self) -> (Option<Measured>, u64) {
+        let meter = self.meter();
+        (meter.measured, meter.disk_len)
+    }
+
+    /// Changes what clients may change of the record at any time, and stores it. None when `change` refuses.
+    pub(crate) async fn change_lifecycle(
+        &self,
+        store: &Store,
+        change: impl FnOnce(&mut SandboxRecord) -> bool,
+    ) -> Result<Option<SandboxRecord>, StoreError> {
+        let _one_after_the_other = self.lifecycle.lock().await;
+        let mut changed = false;
+        let record = self.update(|record| changed = change(record));
+        if !changed {
+            return Ok(None);
+        }
+        store.put_lifecycle(&record).await?;
+        Ok(Some(record))
+    }
+
+    /// Decides that it goes because a sibling was promoted, unless it was promoted itself. From then on it can't be.
+    pub(crate) fn condemn(&self, tree: Uuid) -> bool {
+        let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        let loser = record.lineage.as_ref().is_some_and(|l| l.tree_id == tree && l.role == ForkRole::Child);
+        if loser {
+            self.condemned.store(true, Ordering::Relaxed);
+        }
+        loser
+    }
+
+    /// It could not be deleted, and so stays.
+    pub(crate) fn spare(&self) {
+        self.condemned.store(false, Ordering::Relaxed);
+    }
+
+    /// Whether [`Self::condemn`] came first. For a change of the record, which excludes it.
+    pub(crate) fn is_condemned(&self) -> bool {
+        self.condemned.load(Ordering::Relaxed)
+    }
+
     /// What is live now.
     pub(crate) fn live(&self) -> Live {
         self.live.borrow().clone()
+    }
+
+    /// Whether another one took its place: it has nothing any more but its record.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.live.borrow().status == SandboxStatus::Stopped
     }
 
     /// Changes what is live. Only the actor does.
@@ -203,6 +324,23 @@ impl Entry {
         Timestamp::from_millisecond(self.last_used_ms.load(Ordering::Relaxed)).unwrap_or(Timestamp::UNIX_EPOCH)
     }
 
+    /// Whether it was idle for its TTL.
+    pub(crate) fn is_expired(&self, now: Timestamp) -> bool {
+        let record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
+        record.expires_at(self.last_used()).is_some_and(|at| at <= now)
+    }
+
+    /// Whether it is to be ended now: it was idle for its TTL, and no try has failed just now.
+    pub(crate) fn is_due(&self, now: Timestamp) -> bool {
+        self.is_expired(now) && self.end_again_ms.load(Ordering::Relaxed) <= now.as_millisecond()
+    }
+
+    /// It could not be ended: it is tried again after this time.
+    pub(crate) fn end_again_after(&self, wait: Duration) {
+        let at = Timestamp::now().checked_add(wait).unwrap_or(Timestamp::MAX);
+        self.end_again_ms.store(at.as_millisecond(), Ordering::Relaxed);
+    }
+
     /// When it was last used, if that was not yet asked for since it changed.
     pub(crate) fn take_unsaved_last_used(&self) -> Option<Timestamp> {
         let used = self.in_use.load(Ordering::Relaxed) > 0 || self.last_used_dirty.swap(false, Ordering::Relaxed);
@@ -228,10 +366,19 @@ impl Entry {
         }
         match live.status {
             SandboxStatus::Running => Ok(live),
-            SandboxStatus::Failed => Err(AccessError::Failed { id: self.id, reason: live.error.unwrap_or_default() }),
             // Nothing may be started on what is being deleted: for the caller it is gone.
             SandboxStatus::Stopping => Err(AccessError::NotFound(self.id.to_string())),
-            status => Err(AccessError::NotRunning { id: self.id, status: status_word(status) }),
+            _ => Err(self.unusable()),
+        }
+    }
+
+    /// Why its status does not allow something.
+    pub(crate) fn unusable(&self) -> AccessError {
+        let (id, live) = (self.id, self.live());
+        match (live.status, self.record().successor) {
+            (SandboxStatus::Failed, _) => AccessError::Failed { id, reason: live.error.unwrap_or_default() },
+            (SandboxStatus::Stopped, Some(successor)) => AccessError::Succeeded { id, successor },
+            (status, _) => AccessError::NotRunning { id, status: status_word(status) },
         }
     }
 
@@ -245,14 +392,6 @@ impl Entry {
             Ok(Err(_)) => Err(AccessError::NotFound(self.id.to_string())),
             Err(_) => Err(AccessError::NoSession(self.id)),
         }
-    }
-
-    /// Wakes it if it hibernates, and does nothing otherwise: for operations that go through the mailbox.
-    pub(crate) async fn awake(&self) -> Result<(), AccessError> {
-        if self.live().status != SandboxStatus::Hibernated {
-            return Ok(());
-        }
-        self.ask(Op::Wake).await
     }
 
     /// Puts an operation into the mailbox and awaits its result. The operation goes on when the caller doesn't wait.

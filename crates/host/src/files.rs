@@ -1,4 +1,5 @@
-//! Files of a sandbox, through its guest: the host never looks into a guest's file system.
+//! Files of a sandbox, through its guest: the host follows no path in a guest's file system. (What is on the disk of one is read in
+//! [`crate::changes`].)
 
 use std::sync::Arc;
 use std::time::Duration;

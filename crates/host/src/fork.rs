@@ -4,19 +4,22 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use coppice_api::{BootMode, ErrorClass, Fork, ForkError as ChildError, MAX_FORK_COUNT, Sandbox, SandboxStatus};
+use coppice_api::{ErrorClass, Fork, ForkError as ChildError, MAX_FORK_COUNT, OnTtl, Sandbox, SandboxStatus};
+use coppice_disk::StagingError;
 use coppice_guest_proto::v1::{ForkIdentity, ResumeReason};
+use coppice_net::SlotRecord;
 use jiff::Timestamp;
 use uuid::Uuid;
 
 use crate::actor::OpError;
-use crate::admission::AdmissionError;
+use crate::admission::{AdmissionError, Ask, Reservation};
 use crate::api::ForkSpec;
 use crate::create::{CreateError, check_metadata, check_ttl};
-use crate::entry::{AccessError, Entry, status_word};
+use crate::entry::{AccessError, Entry};
 use crate::host::Shared;
 use crate::launch::{self, Launch, LaunchError, Launched, Origin};
-use crate::record::{ForkRole, Lineage, SandboxRecord};
+use crate::meter;
+use crate::record::{ForkKind, ForkRole, Lineage, SandboxRecord};
 use crate::store::StoreError;
 use crate::{Coded, HostError};
 
@@ -26,6 +29,9 @@ pub enum ForkError {
     /// Number of children out of range.
     #[error("count is {0}; a fork makes from 1 to {MAX_FORK_COUNT} children")]
     Count(i64),
+    /// Number of children of a warm fork.
+    #[error("count is {0}; a warm fork makes exactly one child, which takes its parent's place")]
+    OneChild(i64),
     /// `explore_ttl` is not a number of seconds.
     #[error("metadata.explore_ttl is {0:?}; it must be a whole number of seconds, more than 0")]
     ExploreTtl(String),
@@ -47,6 +53,9 @@ pub enum ForkError {
     /// The image's directory can't be made.
     #[error("the capture can't be stored")]
     Image(#[from] coppice_snapshot::CreateImageError),
+    /// The directory for a disk can't be made.
+    #[error("the clone of the disk can't be stored")]
+    Staging(#[from] StagingError),
     /// No child started.
     #[error("none of the {count} children started; the first one's reason")]
     NoChild {
@@ -64,14 +73,15 @@ pub enum ForkError {
 impl Coded for ForkError {
     fn code(&self) -> &'static str {
         match self {
-            Self::Count(_) => "bad_fork_count",
+            Self::Count(_) | Self::OneChild(_) => "bad_fork_count",
             Self::ExploreTtl(_) => "bad_ttl",
             Self::Metadata(e) => e.code(),
             Self::Access(e) => e.code(),
             Self::Admission(e) => e.code(),
             Self::Capture(e) => e.code(),
             Self::Store(_) => "store_failed",
-            Self::Image(_) => "capture_failed",
+            Self::Staging(StagingError::NoSpace { .. }) => "no_storage",
+            Self::Image(_) | Self::Staging(_) => "capture_failed",
             Self::NoChild { source, .. } => source.code(),
             Self::Interrupted => "interrupted",
         }
@@ -79,13 +89,14 @@ impl Coded for ForkError {
 
     fn class(&self) -> ErrorClass {
         match self {
-            Self::Count(_) | Self::ExploreTtl(_) => ErrorClass::Caller,
+            Self::Count(_) | Self::OneChild(_) | Self::ExploreTtl(_) => ErrorClass::Caller,
             Self::Metadata(e) => e.class(),
             Self::Access(e) => e.class(),
             Self::Admission(e) => e.class(),
             Self::Capture(e) => e.class(),
             Self::NoChild { source, .. } => source.class(),
-            Self::Store(_) | Self::Image(_) | Self::Interrupted => ErrorClass::Internal,
+            Self::Staging(StagingError::NoSpace { .. }) => ErrorClass::Capacity,
+            Self::Store(_) | Self::Image(_) | Self::Staging(_) | Self::Interrupted => ErrorClass::Internal,
         }
     }
 
@@ -96,12 +107,14 @@ impl Coded for ForkError {
             Self::Admission(e) => e.hint(),
             Self::Capture(e) => e.hint(),
             Self::NoChild { source, .. } => source.hint(),
+            Self::OneChild(_) => Some("POST fork-tree makes up to 16 children, and leaves the parent running".into()),
             _ => None,
         }
     }
 }
 
 /// A checked request.
+#[derive(Debug)]
 pub(crate) struct Order {
     pub count: u32,
     pub parent: SandboxRecord,
@@ -109,11 +122,13 @@ pub(crate) struct Order {
     metadata: BTreeMap<String, String>,
     ttl_seconds: u64,
     settled_ttl_seconds: u64,
+    on_ttl: OnTtl,
+    settled_on_ttl: OnTtl,
     pub requested: Instant,
 }
 
-/// Checks everything that can be wrong with the request, before anything is made. A parent that hibernates is woken.
-pub(crate) async fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Result<Order, ForkError> {
+/// Checks everything that can be wrong with the request, before anything is made.
+pub(crate) fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Result<Order, ForkError> {
     let count = u32::try_from(spec.count).ok().filter(|count| (1..=MAX_FORK_COUNT).contains(count));
     let count = count.ok_or(ForkError::Count(spec.count))?;
     let metadata = check_metadata(Some(spec.metadata))?;
@@ -129,14 +144,15 @@ pub(crate) async fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Re
             .and_then(|ttl| check_ttl(ttl).ok())
             .ok_or_else(|| ForkError::ExploreTtl(text.chars().take(40).collect()))?,
     };
-    parent.awake().await?;
-    let live = parent.live();
-    match live.status {
-        SandboxStatus::Running => {}
-        SandboxStatus::Failed => {
-            return Err(AccessError::Failed { id: parent.id, reason: live.error.unwrap_or_default() }.into());
-        }
-        status => return Err(AccessError::NotRunning { id: parent.id, status: status_word(status) }.into()),
+    let settled_on_ttl = spec.on_ttl.unwrap_or(record.on_ttl);
+    // Losers die: what is explored is only kept when it was chosen, or when the request says so.
+    let on_ttl = match metadata.contains_key("explore_ttl") {
+        true => spec.on_ttl.unwrap_or_default(),
+        false => settled_on_ttl,
+    };
+    // One that hibernates is woken by its actor.
+    if !matches!(parent.live().status, SandboxStatus::Running | SandboxStatus::Hibernated) {
+        return Err(parent.unusable().into());
     }
     Ok(Order {
         count,
@@ -145,13 +161,29 @@ pub(crate) async fn check(shared: &Shared, parent: &Entry, spec: ForkSpec) -> Re
         metadata,
         ttl_seconds,
         settled_ttl_seconds: settled,
+        on_ttl,
+        settled_on_ttl,
         requested: Instant::now(),
     })
 }
 
 impl Order {
+    /// Sets room aside for all children, or refuses.
+    pub(crate) async fn admit(&self, shared: &Shared, kind: ForkKind) -> Result<Reservation, AdmissionError> {
+        let disk = shared.sandbox_dir(self.parent.id).join(coppice_snapshot::DISK_FILE);
+        let ask = Ask {
+            machines: u64::from(self.count),
+            // A successor takes its parent's place among those that count.
+            listed: kind != ForkKind::Warm,
+            memory_mib: u64::from(self.parent.memory_mib),
+            disk_len: tokio::fs::metadata(&disk).await.map_or(0, |found| found.len()),
+            image: kind != ForkKind::Disk,
+        };
+        shared.admission.reserve(&ask, || meter::sums(shared))
+    }
+
     /// Records of the children, in index order.
-    pub(crate) fn children(&self, boot_mode: BootMode, image: Option<Uuid>) -> Vec<SandboxRecord> {
+    pub(crate) fn children(&self, kind: ForkKind, image: Option<Uuid>) -> Vec<SandboxRecord> {
         let now = Timestamp::now();
         (0..self.count)
             .map(|index| SandboxRecord {
@@ -165,13 +197,15 @@ impl Order {
                 metadata: self.metadata.clone(),
                 from_snapshot: None,
                 image,
-                boot_mode,
+                boot_mode: kind.boot_mode(),
                 boot_ms: 0,
                 boot: None,
                 created_at: now,
                 persistent: false,
                 ttl_seconds: self.ttl_seconds,
                 settled_ttl_seconds: self.settled_ttl_seconds,
+                on_ttl: self.on_ttl,
+                settled_on_ttl: self.settled_on_ttl,
                 last_used_at: now,
                 lineage: Some(Lineage {
                     tree_id: self.tree_id,
@@ -179,12 +213,28 @@ impl Order {
                     index,
                     count: self.count,
                     role: ForkRole::Child,
+                    kind,
                 }),
+                successor: None,
                 egress: self.parent.egress.clone(),
                 network: None,
                 vm: None,
             })
             .collect()
+    }
+
+    /// The record of the one that takes its parent's place. It lives as long as that would have: it is the same machine, so
+    /// that nothing lives longer or shorter for having been forked, unless it was asked for.
+    pub(crate) fn successor(&self, parent: &SandboxRecord, image: Uuid, network: SlotRecord) -> Option<SandboxRecord> {
+        let mut record = self.children(ForkKind::Warm, Some(image)).pop()?;
+        if !self.metadata.contains_key("explore_ttl") {
+            record.persistent = parent.persistent;
+            record.ttl_seconds = parent.ttl_seconds;
+            record.settled_ttl_seconds = parent.settled_ttl_seconds;
+        }
+        record.egress.clone_from(&parent.egress);
+        record.network = Some(network);
+        Some(record)
     }
 
     /// Starts all children at once. Those that started are in index order; at least one is.
@@ -193,14 +243,15 @@ impl Order {
         shared: &Arc<Shared>,
         records: Vec<SandboxRecord>,
         origin: &Origin,
+        room: &mut Reservation,
     ) -> Result<(Vec<Launched>, Vec<ChildError>), ForkError> {
         let launches: Vec<_> = records
             .into_iter()
             .map(|record| {
                 let fork = identity(&record);
                 let origin = origin.clone();
-                let requested = self.requested;
-                launch::spawn(shared, Launch { record, origin, reason: ResumeReason::Fork, fork, requested })
+                let (requested, room) = (self.requested, Some(room.one()));
+                launch::spawn(shared, Launch { record, origin, reason: ResumeReason::Fork, fork, requested, room })
             })
             .collect();
         let (mut started, mut failed) = (Vec::new(), Vec::new());
@@ -230,16 +281,8 @@ pub(crate) fn identity(child: &SandboxRecord) -> Option<ForkIdentity> {
         tree: lineage.tree_id.to_string(),
         index: lineage.index,
         count: lineage.count,
-        mode: mode(child.boot_mode).to_owned(),
+        mode: lineage.kind.as_str().to_owned(),
     })
-}
-
-/// The name of the fork whose children start like this.
-pub(crate) fn mode(boot_mode: BootMode) -> &'static str {
-    match boot_mode {
-        BootMode::Snapshot => "fork-tree",
-        BootMode::Cold => "disk",
-    }
 }
 
 /// A complete fork that nobody was told of yet: dropping it deletes the children.

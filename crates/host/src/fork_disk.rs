@@ -5,19 +5,18 @@
 
 use std::sync::Arc;
 
-use coppice_api::{BootMode, Fork};
-use coppice_snapshot::MachineSpec;
+use coppice_api::Fork;
 use jiff::Timestamp;
 use tracing::info;
-use uuid::Uuid;
 
-use crate::actor::{DiskCapture, Op, OpError};
+use crate::actor::{DiskCapture, Op};
 use crate::api::ForkSpec;
-use crate::entry::{AccessError, Entry};
+use crate::entry::Entry;
 use crate::fork::{ForkError, Forked, Order, check};
 use crate::fork_tree::disk_clone_word;
-use crate::host::{Shared, remove_tree};
+use crate::host::Shared;
 use crate::launch::{Origin, millis};
+use crate::record::ForkKind;
 use crate::undo::Undo;
 
 const INHERITED: &str = "Each child has the parent's disk, including what was not yet flushed. It does not have: running \
@@ -34,7 +33,7 @@ pub(crate) async fn fork_disk(
     spec: ForkSpec,
 ) -> Result<Fork, ForkError> {
     let parent = shared.entry(workspace, id)?;
-    let order = check(shared, &parent, spec).await?;
+    let order = check(shared, &parent, spec)?;
     let shared = Arc::clone(shared);
     let forked = tokio::spawn(async move {
         let mut undo = Undo::default();
@@ -49,19 +48,21 @@ pub(crate) async fn fork_disk(
 
 async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order, undo: &mut Undo) -> Result<Forked, ForkError> {
     let _in_use = parent.in_use();
-    let _reservation = shared.admission.reserve(u64::from(order.count), shared.count())?;
-    let machine = machine_of(&order)?;
-    let common = shared.data.staging_dir().join(format!("fork-{}", Uuid::new_v4()));
-    tokio::fs::create_dir(&common)
-        .await
-        .map_err(|source| coppice_snapshot::CreateImageError::Write { path: common.clone(), source })?;
-    undo.push("common clone of the disk", remove_tree(common.clone()));
-    let disk = common.join(coppice_snapshot::DISK_FILE);
+    let mut room = order.admit(shared, ForkKind::Disk).await?;
+    // Locked for as long as it is needed: others clean up there, `coppice template build` for one.
+    let data = shared.data.clone();
+    let staged = tokio::task::spawn_blocking(move || data.stage("fork")).await;
+    let common = staged.map_err(|_| ForkError::Interrupted)??;
+    let disk = common.path().join(coppice_snapshot::DISK_FILE);
+    undo.push("common clone of the disk", async move { drop(tokio::task::spawn_blocking(|| drop(common)).await) });
+    coppice_fault::point!("fork-disk.staged");
     let at = Timestamp::now();
-    let DiskCapture { clone, flushed } = parent.ask(|reply| Op::CloneDisk(disk.clone(), reply)).await?;
+    let DiskCapture { clone, flushed, machine } = parent.ask(|reply| Op::CloneDisk(disk.clone(), reply)).await?;
 
-    let records = order.children(BootMode::Cold, None);
-    let (children, errors) = order.start(shared, records, &Origin::Disk { disk, machine }).await?;
+    coppice_fault::point!("fork-disk.cloned");
+    let records = order.children(ForkKind::Disk, None);
+    let (children, errors) = order.start(shared, records, &Origin::Disk { disk, machine }, &mut room).await?;
+    coppice_fault::point!("fork-disk.started");
     let parent_paused_ms = millis(clone.paused);
     info!(count = order.count, failed = errors.len(), parent_paused_ms, flushed, "disk fork");
     let answer = Fork {
@@ -77,14 +78,8 @@ async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order, undo: &mut
         mode: "disk".into(),
         inherited: if flushed { INHERITED } else { INHERITED_UNFLUSHED }.into(),
         memory_bytes: 0,
+        memory_written_bytes: 0,
         capture: None,
     };
     Ok(Forked { children, answer })
-}
-
-/// The parent's shape. A sandbox that runs has a VM, and so a record of it.
-fn machine_of(order: &Order) -> Result<MachineSpec, ForkError> {
-    let id = order.parent.id;
-    let vm = order.parent.vm.as_ref().ok_or(OpError::Access(AccessError::NoSession(id)))?;
-    Ok(vm.machine.clone())
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use coppice_api::{BootMode, Fork};
+use coppice_api::Fork;
 use coppice_engine::CapturePlan;
 use coppice_snapshot::{MachineImage, PendingImage};
 use tracing::info;
@@ -17,7 +17,7 @@ use crate::entry::Entry;
 use crate::fork::{ForkError, Forked, Order, check};
 use crate::host::{Shared, remove_tree};
 use crate::launch::{Origin, millis};
-use crate::record::{SnapshotKind, SnapshotRecord};
+use crate::record::{ForkKind, SnapshotKind, SnapshotRecord};
 use crate::snapshots::size_of;
 use crate::store::StoreError;
 
@@ -34,7 +34,7 @@ pub(crate) async fn fork_tree(
     spec: ForkSpec,
 ) -> Result<Fork, ForkError> {
     let parent = shared.entry(workspace, id)?;
-    let order = check(shared, &parent, spec).await?;
+    let order = check(shared, &parent, spec)?;
     let shared = Arc::clone(shared);
     // In a task of its own: a caller that hangs up must not stop it between two steps.
     let forked = tokio::spawn(async move { run(&shared, &parent, order).await }).await;
@@ -43,27 +43,36 @@ pub(crate) async fn fork_tree(
 
 async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order) -> Result<Forked, ForkError> {
     let _in_use = parent.in_use();
-    let _reservation = shared.admission.reserve(u64::from(order.count), shared.count())?;
+    let mut room = order.admit(shared, ForkKind::Tree).await?;
     let snapshot_id = Uuid::new_v4();
     let image = PendingImage::create(&shared.snapshot_dir(snapshot_id))?;
+    coppice_fault::point!("fork-tree.image");
     let plan = CapturePlan { image, id: snapshot_id, durable: false, hold: None };
     let captured = parent.ask(|reply| Op::Capture(Box::new(plan), reply)).await?;
 
-    let records = order.children(BootMode::Snapshot, Some(snapshot_id));
+    coppice_fault::point!("fork-tree.captured");
+    let records = order.children(ForkKind::Tree, Some(snapshot_id));
     let origin = Origin::Image(Arc::new(captured.image));
-    let started = order.start(shared, records, &origin).await;
+    let started = order.start(shared, records, &origin, &mut room).await;
     let Origin::Image(image) = origin else { return Err(ForkError::Interrupted) };
     if started.is_err() {
         remove_tree(image.dir().to_owned()).await;
     }
     let (children, errors) = started?;
+    coppice_fault::point!("fork-tree.started");
     record(shared, &order, &image, snapshot_id).await?;
+    if children.iter().any(|child| !child.is_there(shared)) {
+        // Children can be seen before they are answered. If all were deleted before the record, nobody else drops it.
+        shared.drop_unreferenced_snapshots().await?;
+    }
+    coppice_fault::point!("fork-tree.recorded");
     let parent_paused_ms = millis(captured.timings.paused);
     info!(
         count = order.count,
         failed = errors.len(),
         parent_paused_ms,
         memory_bytes = captured.memory_bytes,
+        memory_written_bytes = captured.memory_written_bytes,
         took_ms = millis(order.requested.elapsed()),
         "fork-tree"
     );
@@ -82,6 +91,7 @@ async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order) -> Result<
         mode: "fork-tree".into(),
         inherited: INHERITED.into(),
         memory_bytes: captured.memory_bytes,
+        memory_written_bytes: captured.memory_written_bytes,
         capture: Some(breakdown(&captured.timings)),
     };
     Ok(Forked { children, answer })
@@ -113,7 +123,7 @@ pub(crate) fn disk_clone_word(kind: coppice_disk::CloneKind) -> String {
     }
 }
 
-fn breakdown(timings: &coppice_engine::CaptureTimings) -> coppice_api::CaptureBreakdown {
+pub(crate) fn breakdown(timings: &coppice_engine::CaptureTimings) -> coppice_api::CaptureBreakdown {
     coppice_api::CaptureBreakdown {
         stop: millis(timings.stop),
         devices: millis(timings.devices),

@@ -16,22 +16,21 @@ use coppice_snapshot::PendingImage;
 use tracing::{info, warn};
 use uuid::Uuid;
 
-use crate::actor::{Actor, OpError};
+use crate::actor::{Actor, OpError, Owed};
 use crate::dead_vm::DeadVm;
 use crate::entry::Live;
 use crate::handshake;
 use crate::host::{Shared, remove_tree};
 use crate::record::{SandboxRecord, SnapshotKind, SnapshotRecord};
-use crate::slots;
 use crate::snapshots::size_of;
 
 /// Why the machine of a sandbox that hibernates is not there.
 pub(crate) const NO_MACHINE: &str = "it is hibernated";
 
-/// Removes the files of a machine that is gone, and whose sandbox is in its image.
+/// Removes the files of a machine that is gone, and whose sandbox is somewhere else.
 pub(crate) async fn remove_files(shared: &Shared, id: Uuid) {
     remove_tree(shared.vm_dir(id)).await;
-    // The image has a clone of it. The console's log stays: it can be read while the sandbox hibernates.
+    // The image, or its successor, has a clone of it. The console's log stays: it can still be read.
     let disk = shared.sandbox_dir(id).join(coppice_snapshot::DISK_FILE);
     if let Err(e) = tokio::fs::remove_file(&disk).await
         && e.kind() != std::io::ErrorKind::NotFound
@@ -52,6 +51,7 @@ impl Actor {
             // the handshakes of a wake and of [`Self::stay`] release.
             self.hold().await?;
         }
+        coppice_fault::point!("hibernate.held");
         let before = self.entry.live();
         // Whoever needs the machine from now on asks for it to be woken, and so waits in the mailbox until this has ended,
         // rather than speak to a guest that stands still.
@@ -76,16 +76,20 @@ impl Actor {
         let id = self.id();
         let image_id = Uuid::new_v4();
         let image = PendingImage::create(&self.shared.snapshot_dir(image_id))?;
+        coppice_fault::point!("hibernate.image");
         self.vm.pause().await.map_err(|source| OpError::Vm { id, what: "hibernated", source })?;
+        coppice_fault::point!("hibernate.paused");
         // A capture of a machine that stands still leaves it so.
         let plan = CapturePlan { image, id: image_id, durable: true, hold: None };
         let captured = self.vm.capture(plan).await.map_err(|source| OpError::Capture { id, source })?;
+        coppice_fault::point!("hibernate.captured");
         self.record_asleep(image_id, &captured).await?;
+        coppice_fault::point!("hibernate.recorded");
         // It was just written and read back by nobody: no need to compare its checksums in this run.
         self.shared.verified.lock().unwrap_or_else(PoisonError::into_inner).insert(image_id);
         // For those who watch for the moment that it is recorded.
         self.entry.set_live(|_| {});
-        if let Err(e) = self.end_machine().await {
+        if let Err(e) = self.end_machine(NO_MACHINE).await {
             warn!(error = &e as &dyn std::error::Error, "the machine of a hibernated sandbox can't be ended yet");
         }
         if let Err(e) = self.shared.drop_unreferenced_snapshots().await {
@@ -125,27 +129,28 @@ impl Actor {
             }
             return Err(e.into());
         }
-        self.owed_slot = awake.network.map(|slot| slot.index);
+        self.owed = awake.network.map(|slot| Owed::Slot(slot.index));
         self.entry.update(|r| {
             (r.status, r.image, r.network, r.vm) = (SandboxStatus::Hibernated, Some(image_id), None, None);
         });
         Ok(())
     }
 
-    /// Ends the machine that a hibernated sandbox has left, if that is not done, and gives back what it held.
-    pub(crate) async fn end_machine(&mut self) -> Result<(), VmError> {
+    /// Ends the machine that the sandbox has left, if that is not done, and gives back what it held.
+    pub(crate) async fn end_machine(&mut self, why: &str) -> Result<(), VmError> {
         self.vm.kill().await?;
+        coppice_fault::point!("hibernate.ended");
         // Not before the machine is gone: it holds the slot's TAP.
-        if let Some(index) = self.owed_slot.take() {
-            slots::put(&self.shared, index).await;
-        }
+        self.give_back().await;
+        coppice_fault::point!("hibernate.slot");
         remove_files(&self.shared, self.id()).await;
-        self.become_machine(DeadVm::vm(self.vm.record(), NO_MACHINE.into()));
+        coppice_fault::point!("hibernate.files");
+        self.become_machine(DeadVm::vm(self.vm.record(), why.into()));
         Ok(())
     }
 
-    /// It could not be hibernated: it is what it was.
-    async fn stay(&mut self, before: Live) {
+    /// It could not be hibernated, or has no successor: it is what it was.
+    pub(crate) async fn stay(&mut self, before: Live) {
         if before.status != SandboxStatus::Running {
             self.entry.set_live(|live| *live = before);
             return;
@@ -153,7 +158,7 @@ impl Actor {
         let session = match self.go_on(before.session).await {
             Ok(session) => session,
             Err(e) => {
-                warn!(error = crate::HostError::from(e).chain(), "does not go on after it was not hibernated");
+                warn!(error = crate::HostError::from(e).chain(), "does not go on after it did not leave its machine");
                 None
             }
         };
@@ -168,8 +173,9 @@ impl Actor {
         let id = self.id();
         self.vm.resume().await.map_err(|source| OpError::Vm { id, what: "resumed", source })?;
         let Some(session) = session else { return Ok(None) };
-        let request = handshake::unpause(&self.entry.record()).map_err(OpError::Entropy)?;
-        let done = session.resume(request, Instant::now() + handshake::TIMEOUT).await;
+        let record = self.entry.record();
+        let request = handshake::unpause(&record).map_err(OpError::Entropy)?;
+        let done = handshake::perform(&session, &record, request, Instant::now() + handshake::TIMEOUT).await;
         done.map_err(|source| OpError::Handshake { id, source })?;
         Ok(Some(session))
     }

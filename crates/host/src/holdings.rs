@@ -60,6 +60,8 @@ pub(crate) async fn of(shared: &Shared, workspace: &str) -> Result<Holdings, Hol
     let snapshots: Vec<_> = snapshots.map(|s| (s.id.to_string(), shared.snapshot_dir(s.id))).collect();
     let sandboxes = shared.all().into_iter().filter(|entry| entry.workspace == workspace);
     let sandboxes: Vec<_> = sandboxes
+        // What one that is stopped had is its successor's.
+        .filter(|entry| !entry.is_stopped())
         .map(|entry| {
             let record = entry.record();
             // One that hibernates has its disk in the image that holds it.

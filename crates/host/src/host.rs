@@ -2,33 +2,34 @@
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use coppice_api::{
-    CreateSandboxRequest, DirEntry, Fork, Lifecycle, LifecyclePatch, Network, NetworkRequest, PromoteReply,
-    PromoteRequest, Sandbox, Snapshot, Template,
+    Changes, CreateSandboxRequest, DirEntry, Fork, HostReport, Lifecycle, LifecyclePatch, Network, NetworkRequest,
+    PromoteReply, PromoteRequest, Sandbox, Snapshot, Template,
 };
 use coppice_disk::DataDir;
 use coppice_engine::{Engine, GuestKernel};
 use coppice_image::Catalog;
 use coppice_net::dns::{Directory, DnsConfig, DnsProxy, TrackedSlots};
 use coppice_net::{NetError, Slots};
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use uuid::Uuid;
 
-use crate::admission::Admission;
+use crate::admission::{Admission, RoomConfig};
 use crate::api::{
-    ByteStream, DetectedPort, ExecSpec, ExecStream, FileRead, ForkSpec, Held, Holdings, HostApi, HostInfo,
+    ByteStream, ChangesSpec, DetectedPort, ExecSpec, ExecStream, FileRead, ForkSpec, Held, Holdings, HostApi, HostInfo,
 };
 use crate::entry::{AccessError, Entry};
 use crate::store::{Store, StoreError};
 use crate::{
-    GuestStream, HostError, connect, create, exec, files, fork_disk, fork_tree, holdings, lifecycle, logs, network,
-    ports, promote, reaper, recovery, slots, snapshots, templates,
+    GuestStream, HostError, capacity, changes, connect, create, exec, files, fork_disk, fork_tree, fork_warm, holdings,
+    lifecycle, logs, meter, network, ports, promote, reaper, recovery, slots, snapshots, templates,
 };
 
 /// What a host needs.
@@ -48,6 +49,8 @@ pub struct HostConfig {
     pub default_ttl: Duration,
     /// Most sandboxes on this host.
     pub max_sandboxes: usize,
+    /// What it gives to them.
+    pub room: RoomConfig,
     /// How often idle sandboxes are looked for.
     pub reap_interval: Duration,
 }
@@ -87,7 +90,13 @@ pub(crate) struct Shared {
     pub default_ttl: Duration,
     /// Snapshots whose contents were compared with their checksums in this run.
     pub verified: Mutex<HashSet<Uuid>>,
+    /// Snapshots that machines are just being started from.
+    pub leases: Mutex<HashMap<Uuid, Weak<snapshots::Lease>>>,
+    /// Comparisons of disks that may go on at once.
+    pub comparisons: Semaphore,
     entries: RwLock<HashMap<Uuid, Arc<Entry>>>,
+    /// When all machines were last measured.
+    measured: Mutex<Option<Instant>>,
 }
 
 impl Shared {
@@ -117,8 +126,29 @@ impl Shared {
         all
     }
 
+    /// Looks at every sandbox, in no order.
+    pub(crate) fn each(&self, look: impl FnMut(&Entry)) {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries.values().map(Arc::as_ref).for_each(look);
+    }
+
+    pub(crate) fn measured_now(&self) {
+        *self.measured.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    pub(crate) fn measured_ms_ago(&self) -> Option<u64> {
+        let at = *self.measured.lock().unwrap_or_else(PoisonError::into_inner);
+        at.map(|at| u64::try_from(at.elapsed().as_millis()).unwrap_or(u64::MAX))
+    }
+
+    /// How many sandboxes there are; one that is stopped has nothing any more but a record.
     pub(crate) fn count(&self) -> usize {
-        self.entries.read().unwrap_or_else(PoisonError::into_inner).len()
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries.values().filter(|entry| !entry.is_stopped()).count()
+    }
+
+    pub(crate) fn has(&self, id: Uuid) -> bool {
+        self.entries.read().unwrap_or_else(PoisonError::into_inner).contains_key(&id)
     }
 
     pub(crate) fn insert(&self, entry: Arc<Entry>) {
@@ -154,8 +184,11 @@ impl Shared {
         self.entries.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
         self.gauge();
         remove_tree(self.vm_dir(id)).await;
+        coppice_fault::point!("delete.run-directory");
         remove_tree(self.sandbox_dir(id)).await;
+        coppice_fault::point!("delete.files");
         self.store.delete_sandbox(id).await?;
+        coppice_fault::point!("delete.record");
         self.drop_unreferenced_snapshots().await
     }
 
@@ -185,6 +218,12 @@ async fn serve_dns(shared: &Shared, config: DnsConfig, policies: Arc<TrackedSlot
         .map_err(|source| NetError::System { what: "answering the names that guests ask for".into(), source })
 }
 
+/// Engine with its version and accelerator.
+pub(crate) fn engine_words(shared: &Shared) -> String {
+    let engine = shared.engine.capabilities();
+    format!("{:?} {} ({:?})", engine.engine, engine.version, engine.accel).to_lowercase()
+}
+
 /// One host.
 #[derive(Debug)]
 pub struct Host {
@@ -205,7 +244,7 @@ impl Host {
         // Everything that changes a slot goes through it: the DNS proxy must know the policies that are in force.
         let slots = TrackedSlots::new(config.slots);
         let shared = Arc::new(Shared {
-            admission: Admission::new(config.data_dir.root().to_owned(), config.max_sandboxes),
+            admission: Admission::new(config.data_dir.root().to_owned(), config.max_sandboxes, config.room),
             data: config.data_dir,
             engine: config.engine,
             slots: Arc::clone(&slots) as Arc<dyn Slots>,
@@ -213,7 +252,10 @@ impl Host {
             store,
             default_ttl: config.default_ttl,
             verified: Mutex::default(),
+            leases: Mutex::default(),
+            comparisons: Semaphore::new(changes::AT_ONCE),
             entries: RwLock::default(),
+            measured: Mutex::default(),
         });
         recovery::run(&shared).await?;
         let dns = match config.dns {
@@ -222,6 +264,7 @@ impl Host {
         };
         templates::prune(&shared).await;
         let stop = CancellationToken::new();
+        drop(tokio::spawn(meter::run(Arc::clone(&shared), stop.clone())));
         drop(tokio::spawn(reaper::run(Arc::clone(&shared), config.reap_interval, stop.clone())));
         Ok(Arc::new(Self { shared, stop, dns: Mutex::new(dns) }))
     }
@@ -250,10 +293,9 @@ impl Host {
 #[async_trait]
 impl HostApi for Host {
     fn info(&self) -> HostInfo {
-        let engine = self.shared.engine.capabilities();
         HostInfo {
-            engine: format!("{:?} {} ({:?})", engine.engine, engine.version, engine.accel).to_lowercase(),
-            accel_reason: engine.accel_reason.clone(),
+            engine: engine_words(&self.shared),
+            accel_reason: self.shared.engine.capabilities().accel_reason.clone(),
             reflink: self.shared.data.reflink(),
             default_ttl: self.shared.default_ttl,
         }
@@ -261,6 +303,11 @@ impl HostApi for Host {
 
     async fn observe(&self) {
         slots::observe(&self.shared).await;
+        capacity::observe(&self.shared).await;
+    }
+
+    async fn report(&self) -> Result<HostReport, HostError> {
+        Ok(capacity::report(&self.shared).await?)
     }
 
     async fn create(&self, workspace: &str, request: CreateSandboxRequest) -> Result<Sandbox, HostError> {
@@ -336,6 +383,10 @@ impl HostApi for Host {
         Ok(files::remove(&self.shared, workspace, id, path).await?)
     }
 
+    async fn changes(&self, workspace: &str, id: &str, spec: ChangesSpec) -> Result<Changes, HostError> {
+        Ok(changes::changes(&self.shared, workspace, id, spec).await?)
+    }
+
     async fn logs(&self, workspace: &str, id: &str, tail_bytes: Option<u64>) -> Result<Bytes, HostError> {
         Ok(logs::read(&self.shared, workspace, id, tail_bytes).await?)
     }
@@ -378,6 +429,10 @@ impl HostApi for Host {
 
     async fn fork_tree(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError> {
         Ok(fork_tree::fork_tree(&self.shared, workspace, id, spec).await?)
+    }
+
+    async fn fork_warm(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError> {
+        Ok(fork_warm::fork_warm(&self.shared, workspace, id, spec).await?)
     }
 
     async fn promote(&self, workspace: &str, id: &str, request: PromoteRequest) -> Result<PromoteReply, HostError> {

@@ -21,7 +21,9 @@ use uuid::Uuid;
 
 use crate::Coded;
 use crate::actor::{Actor, Begin, Op, mailbox};
+use crate::admission::Reservation;
 use crate::entry::Entry;
+use crate::fork_point;
 use crate::handshake;
 use crate::host::Shared;
 use crate::record::SandboxRecord;
@@ -33,6 +35,9 @@ use crate::undo::Undo;
 const RESTORE_DEADLINE: Duration = Duration::from_secs(25);
 /// How long a guest may take to boot. Without hardware virtualization and with sixteen at once it takes a while.
 const BOOT_DEADLINE: Duration = Duration::from_secs(120);
+
+/// The file in a sandbox's directory that its serial console is appended to.
+pub(crate) const CONSOLE_LOG: &str = "console.log";
 
 /// What a sandbox starts from.
 #[derive(Debug, Clone)]
@@ -63,6 +68,8 @@ pub(crate) struct Launch {
     pub fork: Option<ForkIdentity>,
     /// When the request came.
     pub requested: Instant,
+    /// The room that was set aside for it.
+    pub room: Option<Reservation>,
 }
 
 /// Why a sandbox did not start. Nothing of it is left.
@@ -150,6 +157,11 @@ pub(crate) struct Launched {
 }
 
 impl Launched {
+    /// Whether nobody has deleted it yet.
+    pub(crate) fn is_there(&self, shared: &Shared) -> bool {
+        self.entry.as_ref().is_some_and(|entry| shared.has(entry.id))
+    }
+
     /// The caller has it.
     pub(crate) fn claim(mut self) -> Option<Arc<Entry>> {
         self.entry.take()
@@ -171,13 +183,15 @@ impl Drop for Launched {
 }
 
 /// Starts a sandbox in a task of its own, so that it is never left half-made when the caller goes.
-pub(crate) fn spawn(shared: &Arc<Shared>, launch: Launch) -> JoinHandle<Result<Launched, LaunchError>> {
+pub(crate) fn spawn(shared: &Arc<Shared>, mut launch: Launch) -> JoinHandle<Result<Launched, LaunchError>> {
     let span = info_span!("launch", id = %launch.record.id);
     let shared = Arc::clone(shared);
     tokio::spawn(
         async move {
             let mut undo = Undo::default();
-            match start(&shared, launch, &mut undo).await {
+            // Given back when all that failed is undone, or moved to the list of sandboxes.
+            let mut room = launch.room.take();
+            match start(&shared, launch, &mut room, &mut undo).await {
                 Ok(launched) => {
                     undo.commit();
                     Ok(launched)
@@ -192,8 +206,13 @@ pub(crate) fn spawn(shared: &Arc<Shared>, launch: Launch) -> JoinHandle<Result<L
     )
 }
 
-async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<Launched, LaunchError> {
-    let Launch { mut record, origin, reason, fork, requested } = launch;
+async fn start(
+    shared: &Arc<Shared>,
+    launch: Launch,
+    room: &mut Option<Reservation>,
+    undo: &mut Undo,
+) -> Result<Launched, LaunchError> {
+    let Launch { mut record, origin, reason, fork, requested, room: _ } = launch;
     let id = record.id;
     let mut boot = BootBreakdown::default();
     let since = Instant::now();
@@ -203,6 +222,7 @@ async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<
     let (give_back, index) = (Arc::clone(shared), slot.index);
     undo.push("network slot", async move { slots::put(&give_back, index).await });
     record.network = Some(slots::record(&slot, &record.egress));
+    coppice_fault::point!("launch.slot");
 
     let forget = Arc::clone(shared);
     undo.push("record and files", async move {
@@ -211,8 +231,11 @@ async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<
         }
     });
     shared.store.insert_sandbox(&record).await?;
+    coppice_fault::point!("launch.recorded");
 
     let place = make_place(shared, id, &origin).await?;
+    let disk_len = tokio::fs::metadata(&place.disk).await.map_or(0, |found| found.len());
+    coppice_fault::point!("launch.placed");
     boot.prepare = millis(since.elapsed());
 
     let since = Instant::now();
@@ -224,6 +247,7 @@ async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<
             warn!(error = %e, "the VM of a sandbox that did not start can't be ended");
         }
     });
+    coppice_fault::point!("launch.started");
     match vm.record().restore {
         Some(t) => (boot.spawn, boot.load) = (millis(t.spawn), millis(t.load)),
         None => boot.spawn = millis(since.elapsed()),
@@ -231,24 +255,30 @@ async fn start(shared: &Arc<Shared>, launch: Launch, undo: &mut Undo) -> Result<
 
     let session = acknowledge(&vm, &record, &origin, reason, fork, &mut boot).await?;
 
+    coppice_fault::point!("launch.acknowledged");
     record.status = SandboxStatus::Running;
     record.vm = Some(vm.record());
     record.boot = Some(boot);
     record.boot_ms = u64::try_from(requested.elapsed().as_millis()).unwrap_or(u64::MAX);
     record.last_used_at = jiff::Timestamp::now();
     shared.store.update_sandbox(&record).await?;
+    coppice_fault::point!("launch.running");
     debug!(?boot, boot_ms = record.boot_ms, "running");
     metrics::histogram!("coppice_boot_seconds", "mode" => mode(&origin)).record(requested.elapsed().as_secs_f64());
 
     let (sender, receiver) = mailbox();
     let entry = Entry::new(record, Some(session), sender);
-    shared.insert(Arc::clone(&entry));
+    entry.set_disk_len(disk_len);
+    match room.take() {
+        Some(room) => room.settle(|| shared.insert(Arc::clone(&entry))),
+        None => shared.insert(Arc::clone(&entry)),
+    }
     Actor::spawn(Arc::clone(shared), Arc::clone(&entry), vm, receiver, Begin::AsItIs);
     Ok(Launched { entry: Some(entry) })
 }
 
 /// Directories, and a disk of its own.
-async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Result<VmPlace, LaunchError> {
+pub(crate) async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Result<VmPlace, LaunchError> {
     let (dir, run_dir) = (shared.sandbox_dir(id), shared.vm_dir(id));
     for path in [&dir, &run_dir] {
         tokio::fs::create_dir(path).await.map_err(|source| match source.kind() {
@@ -256,6 +286,7 @@ async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Result<VmPlac
             _ => LaunchError::Directory(source),
         })?;
     }
+    coppice_fault::point!("launch.directories");
     let disk = dir.join(coppice_snapshot::DISK_FILE);
     let kind = clone_file_async(origin.disk(), disk.clone()).await.map_err(|e| match e {
         CloneError::NoSpace { .. } => LaunchError::NoSpace,
@@ -264,7 +295,8 @@ async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Result<VmPlac
     if kind == CloneKind::Copy {
         warn!("the disk was copied, not cloned: the data directory's file system has no reflinks");
     }
-    Ok(VmPlace { id, run_dir, disk, console_log: dir.join("console.log") })
+    fork_point::keep(origin.disk(), dir.clone()).await;
+    Ok(VmPlace { id, run_dir, disk, console_log: dir.join(CONSOLE_LOG) })
 }
 
 pub(crate) async fn start_vm(
@@ -303,7 +335,7 @@ pub(crate) async fn acknowledge(
     boot.session = millis(since.elapsed());
     let since = Instant::now();
     let request = handshake::fresh(record, reason, fork).map_err(LaunchError::Entropy)?;
-    session.resume(request, since + handshake::TIMEOUT).await?;
+    handshake::perform(&session, record, request, since + handshake::TIMEOUT).await?;
     boot.handshake = millis(since.elapsed());
     Ok(session)
 }

@@ -6,9 +6,10 @@
 //! | `host` | what operations share; start and stop |
 //! | `entry`, `actor` | one sandbox: its record and session; the one who changes its machine |
 //! | `launch` | from an image or a disk to a sandbox whose guest has acknowledged |
-//! | `create`, `fork_tree`, `fork_disk`, `promote`, `snapshots`, `hibernate`, `wake`, `lifecycle`, `network` | one operation each |
+//! | `create`, `fork_tree`, `fork_disk`, `fork_warm`, `promote`, `snapshots`, `hibernate`, `wake`, `lifecycle`, `network` | one operation each |
 //! | `exec`, `files`, `logs`, `ports`, `connect` | what goes past the actor, any number at once |
 //! | `admission`, `reaper`, `recovery`, `undo` | refuse in time, end in time, nothing half-made |
+//! | `changes`, `fork_point` | what a sandbox has changed on its disk, and the disk that it began with |
 //! | `holdings` | what of a workspace counts for its quotas |
 //! | `record`, `store` | what is written down |
 //!
@@ -19,6 +20,8 @@
 mod actor;
 mod admission;
 mod api;
+mod capacity;
+mod changes;
 mod connect;
 mod create;
 mod dead_vm;
@@ -28,7 +31,9 @@ mod exec;
 mod files;
 mod fork;
 mod fork_disk;
+mod fork_point;
 mod fork_tree;
+mod fork_warm;
 mod guest_error;
 mod handshake;
 mod hibernate;
@@ -38,6 +43,7 @@ mod host;
 mod launch;
 mod lifecycle;
 mod logs;
+mod meter;
 mod network;
 mod ports;
 mod promote;
@@ -51,9 +57,10 @@ mod templates;
 mod undo;
 mod wake;
 
+pub use admission::{Overcommit, RoomConfig};
 pub use api::{
-    ByteStream, DetectedPort, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec, Held, Holdings, HostApi,
-    HostInfo,
+    ByteStream, ChangesSpec, DetectedPort, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec, Held,
+    Holdings, HostApi, HostInfo,
 };
 pub use connect::GuestStream;
 pub use error::{Coded, HostError};

@@ -10,6 +10,7 @@ use crate::actor::{Op, OpError};
 use crate::create::{CreateError, check_ttl};
 use crate::entry::{AccessError, Entry};
 use crate::host::Shared;
+use crate::record::SandboxRecord;
 use crate::store::StoreError;
 
 /// Why a TTL was not changed.
@@ -57,7 +58,6 @@ pub(crate) async fn pause(shared: &Arc<Shared>, workspace: &str, id: &str) -> Re
 pub(crate) async fn resume(shared: &Arc<Shared>, workspace: &str, id: &str) -> Result<(), OpError> {
     let entry = shared.entry(workspace, id)?;
     entry.touch();
-    entry.awake().await?;
     entry.ask(Op::Resume).await
 }
 
@@ -83,6 +83,7 @@ fn show(entry: &Entry) -> Lifecycle {
     let idle = Timestamp::now().duration_since(entry.last_used()).as_secs();
     Lifecycle {
         ttl_seconds: record.ttl_seconds,
+        on_ttl: record.on_ttl,
         persistent: record.persistent,
         idle_seconds: u64::try_from(idle).unwrap_or(0),
     }
@@ -97,14 +98,18 @@ pub(crate) async fn set(
     let entry = shared.entry(workspace, id)?;
     let ttl = patch.ttl_seconds.map(check_ttl).transpose()?;
     entry.touch();
-    let record = entry.update(|record| {
+    let change = |record: &mut SandboxRecord| {
         if let Some(ttl) = ttl {
             (record.ttl_seconds, record.settled_ttl_seconds) = (ttl, ttl);
+        }
+        if let Some(on_ttl) = patch.on_ttl {
+            (record.on_ttl, record.settled_on_ttl) = (on_ttl, on_ttl);
         }
         if let Some(persistent) = patch.persistent {
             record.persistent = persistent;
         }
-    });
-    shared.store.put_lifecycle(&record).await?;
+        true
+    };
+    entry.change_lifecycle(&shared.store, change).await?;
     Ok(show(&entry))
 }

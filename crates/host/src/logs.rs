@@ -13,6 +13,7 @@ use tokio::io::{AsyncReadExt, AsyncSeekExt};
 use crate::api::ByteStream;
 use crate::entry::{AccessError, Entry};
 use crate::host::Shared;
+use crate::launch::CONSOLE_LOG;
 use crate::{Coded, HostError};
 
 /// What a follower is shown of the past, bytes.
@@ -50,7 +51,7 @@ impl Coded for LogError {
 }
 
 fn path(shared: &Shared, entry: &Entry) -> std::path::PathBuf {
-    shared.sandbox_dir(entry.id).join("console.log")
+    shared.sandbox_dir(entry.id).join(CONSOLE_LOG)
 }
 
 pub(crate) async fn read(shared: &Shared, workspace: &str, id: &str, tail: Option<u64>) -> Result<Bytes, LogError> {
@@ -119,7 +120,9 @@ pub(crate) async fn follow(shared: &Arc<Shared>, workspace: &str, id: &str) -> R
                     return;
                 }
             }
-            let ended = live.borrow_and_update().status == SandboxStatus::Stopping || shared.strong_count() == 0;
+            let status = live.borrow_and_update().status;
+            let ended =
+                matches!(status, SandboxStatus::Stopping | SandboxStatus::Stopped) || shared.strong_count() == 0;
             if ended || sender.is_closed() {
                 return;
             }

@@ -9,7 +9,7 @@ use tracing::info;
 use crate::actor::Op;
 use crate::entry::{AccessError, Entry};
 use crate::host::Shared;
-use crate::record::{ForkRole, Lineage};
+use crate::record::{ForkRole, Lineage, SandboxRecord};
 use crate::store::StoreError;
 use crate::{Coded, HostError};
 
@@ -54,6 +54,13 @@ impl Coded for PromoteError {
             Self::Store(_) => ErrorClass::Internal,
         }
     }
+
+    fn hint(&self) -> Option<String> {
+        match self {
+            Self::Access(e) => e.hint(),
+            _ => None,
+        }
+    }
 }
 
 pub(crate) async fn promote(
@@ -71,6 +78,9 @@ pub(crate) async fn promote(
         let own = own.unwrap_or_else(|| "none".into());
         return Err(PromoteError::ForeignTree { winner: winner.id.to_string(), given, own });
     }
+    if winner.is_stopped() {
+        return Err(winner.unusable().into());
+    }
     let Some(lineage) = lineage else {
         if request.cleanup_siblings {
             return Err(PromoteError::NotAChild(winner.id.to_string()));
@@ -78,6 +88,7 @@ pub(crate) async fn promote(
         return Ok(reply(&winner, String::new()));
     };
     settle(shared, &winner).await?;
+    coppice_fault::point!("promote.settled");
     let mut answer = reply(&winner, lineage.tree_id.to_string());
     if request.cleanup_siblings {
         for (sibling, deleted) in delete_siblings(shared, &winner, &lineage).await {
@@ -89,6 +100,7 @@ pub(crate) async fn promote(
             }
         }
     }
+    coppice_fault::point!("promote.deleted");
     info!(winner = %winner.id, deleted = answer.deleted.len(), failures = answer.failures.len(), "promoted");
     Ok(answer)
 }
@@ -97,30 +109,49 @@ fn reply(winner: &Entry, tree_id: String) -> PromoteReply {
     PromoteReply { winner: winner.id.to_string(), tree_id, deleted: Vec::new(), failures: BTreeMap::new() }
 }
 
-/// The winner is an independent sandbox from now on: the TTL of the exploration no longer applies.
-async fn settle(shared: &Shared, winner: &Entry) -> Result<(), StoreError> {
+/// The winner is an independent sandbox from now on: the TTL of the exploration no longer applies. One that is on its way
+/// out, because a sibling was promoted a moment before, is gone.
+async fn settle(shared: &Shared, winner: &Entry) -> Result<(), PromoteError> {
     winner.touch();
-    let record = winner.update(|record| {
-        record.ttl_seconds = record.settled_ttl_seconds;
+    let change = |record: &mut SandboxRecord| {
+        if winner.is_condemned() {
+            return false;
+        }
+        (record.ttl_seconds, record.on_ttl) = (record.settled_ttl_seconds, record.settled_on_ttl);
         record.metadata.remove("explore_ttl");
         if let Some(lineage) = &mut record.lineage {
             lineage.role = ForkRole::Promoted;
         }
-    });
-    shared.store.put_lifecycle(&record).await
+        true
+    };
+    match winner.change_lifecycle(&shared.store, change).await? {
+        Some(_) => Ok(()),
+        None => Err(AccessError::NotFound(winner.id.to_string()).into()),
+    }
 }
 
-/// Only children of the same fork and workspace, and only those that were not promoted themselves.
+/// Only children of the same fork and workspace, and only those that were not promoted themselves; and whoever took the place
+/// of one of them by a warm fork.
 async fn delete_siblings(shared: &Shared, winner: &Entry, lineage: &Lineage) -> Vec<(String, Result<(), HostError>)> {
     let is_loser = |entry: &Arc<Entry>| {
-        let sibling = entry.record().lineage;
-        entry.id != winner.id
-            && entry.workspace == winner.workspace
-            && sibling.is_some_and(|s| s.tree_id == lineage.tree_id && s.role == ForkRole::Child)
+        entry.id != winner.id && entry.workspace == winner.workspace && entry.condemn(lineage.tree_id)
     };
-    let losers = shared.all().into_iter().filter(is_loser);
-    futures::future::join_all(losers.map(|entry| async move {
+    let all = shared.all();
+    let mut losers: Vec<Arc<Entry>> = all.iter().filter(|entry| is_loser(entry)).map(Arc::clone).collect();
+    let mut next = 0;
+    while let Some(loser) = losers.get(next) {
+        let is_its_successor = |entry: &&Arc<Entry>| {
+            loser.record().successor == Some(entry.id)
+                && entry.record().lineage.is_some_and(|lineage| lineage.role == ForkRole::Child)
+        };
+        losers.extend(all.iter().find(is_its_successor).map(Arc::clone));
+        next += 1;
+    }
+    futures::future::join_all(losers.into_iter().map(|entry| async move {
         let deleted = entry.ask(Op::Delete).await.map_err(HostError::from);
+        if deleted.is_err() {
+            entry.spare();
+        }
         (entry.id.to_string(), deleted)
     }))
     .await

@@ -1,6 +1,8 @@
-//! Losers die: sandboxes that were idle for their TTL are deleted, whatever became of their clients.
+//! Losers die: sandboxes that were idle for their TTL are deleted or hibernated, as they say themselves, whatever became of
+//! their clients.
 //!
-//! Idle is counted from the last use, which is written down, so that it goes on across restarts.
+//! Idle is counted from the last use, which is written down, so that it goes on across restarts. What is in progress is use.
+//! One that hibernates is left alone: it holds no memory, and counts for its workspace's quotas until it is deleted.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,8 +14,12 @@ use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::Coded;
-use crate::actor::Op;
+use crate::actor::{Expired, Op};
+use crate::entry::Entry;
 use crate::host::Shared;
+
+/// How long one that could not be ended is left alone: a try may pause its machine.
+const END_AGAIN: Duration = Duration::from_secs(30);
 
 pub(crate) async fn run(shared: Arc<Shared>, interval: Duration, stop: CancellationToken) {
     let mut tick = tokio::time::interval(interval.max(Duration::from_millis(100)));
@@ -25,23 +31,32 @@ pub(crate) async fn run(shared: Arc<Shared>, interval: Duration, stop: Cancellat
         }
         save_last_used(&shared).await;
         let now = Timestamp::now();
-        for entry in shared.all() {
-            let expired = |at: Timestamp| at <= now;
-            if !entry.record().expires_at(entry.last_used()).is_some_and(expired) {
-                continue;
-            }
-            info!(id = %entry.id, "idle for its TTL");
+        for entry in shared.all().into_iter().filter(|entry| entry.is_due(now)) {
             // Not awaited: one machine that takes long to end must not keep the others alive.
-            drop(tokio::spawn(async move {
-                match entry.ask(Op::Delete).await {
-                    // Gone by an earlier round that took longer than one.
-                    Err(e) if e.class() == ErrorClass::NotFound => {}
-                    Err(e) => warn!(id = %entry.id, error = %e, "can't be reaped; it will be tried again"),
-                    Ok(()) => metrics::counter!("coppice_reaped_total").increment(1),
-                }
-            }));
+            drop(tokio::spawn(end(entry)));
         }
     }
+}
+
+async fn end(entry: Arc<Entry>) {
+    // Until this has ended or failed, no later round need ask again.
+    entry.end_again_after(END_AGAIN);
+    match entry.ask(Op::Expire).await {
+        Ok(Expired::Stays) => entry.end_again_after(Duration::ZERO),
+        Ok(Expired::Deleted) => ended(&entry, "deleted"),
+        Ok(Expired::Hibernated) => ended(&entry, "hibernated"),
+        // Deleted meanwhile.
+        Err(e) if e.class() == ErrorClass::NotFound => {}
+        Err(e) => {
+            entry.end_again_after(END_AGAIN);
+            warn!(id = %entry.id, error = crate::HostError::from(e).chain(), again_in = ?END_AGAIN, "can't be ended");
+        }
+    }
+}
+
+fn ended(entry: &Entry, how: &'static str) {
+    info!(id = %entry.id, how, "it was idle for its TTL");
+    metrics::counter!("coppice_reaped_total", "how" => how).increment(1);
 }
 
 /// Writes down when the sandboxes that were used since the last time were used.

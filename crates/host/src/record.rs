@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use coppice_api::{BootBreakdown, BootMode, Sandbox, SandboxStatus, Snapshot};
+use coppice_api::{BootBreakdown, BootMode, OnTtl, Sandbox, SandboxStatus, Snapshot};
 use coppice_engine::VmRecord;
 use coppice_net::{Egress, SlotRecord};
 use jiff::Timestamp;
@@ -35,6 +35,33 @@ pub(crate) struct Lineage {
     /// How many children the fork was to have.
     pub count: u32,
     pub role: ForkRole,
+    pub kind: ForkKind,
+}
+
+/// The kind of fork that a child is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ForkKind {
+    Disk,
+    Tree,
+    Warm,
+}
+
+impl ForkKind {
+    /// Also what the child's guest is told.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+            Self::Tree => "fork-tree",
+            Self::Warm => "warm",
+        }
+    }
+
+    pub(crate) fn boot_mode(self) -> BootMode {
+        match self {
+            Self::Disk => BootMode::Cold,
+            Self::Tree | Self::Warm => BootMode::Snapshot,
+        }
+    }
 }
 
 /// Whether a child still competes with its siblings.
@@ -74,8 +101,14 @@ pub(crate) struct SandboxRecord {
     pub persistent: bool,
     pub ttl_seconds: u64,
     pub settled_ttl_seconds: u64,
+    /// What becomes of it when it was idle for its TTL.
+    pub on_ttl: OnTtl,
+    /// The same once an explored child is promoted.
+    pub settled_on_ttl: OnTtl,
     pub last_used_at: Timestamp,
     pub lineage: Option<Lineage>,
+    /// Who took its place.
+    pub successor: Option<Uuid>,
     /// What it may reach.
     pub egress: Egress,
     /// Its place on the network; none before it has one and after its machine is gone.
@@ -94,6 +127,9 @@ impl SandboxRecord {
             metadata.insert("fork_index".into(), lineage.index.to_string());
             metadata.insert("fork_tree_role".into(), lineage.role.as_str().into());
         }
+        if let Some(successor) = self.successor {
+            metadata.insert("successor".into(), successor.to_string());
+        }
         Sandbox {
             id: self.id.to_string(),
             template: self.template.clone(),
@@ -110,8 +146,15 @@ impl SandboxRecord {
             created_at: self.created_at.to_string(),
             persistent: self.persistent,
             ttl_seconds: self.ttl_seconds,
+            on_ttl: self.on_ttl,
             error: self.error.clone(),
         }
+    }
+
+    /// Another one has its machine, its place on the network, and what its memory was restored from.
+    pub(crate) fn succeeded_by(&mut self, successor: Uuid) {
+        (self.status, self.successor) = (SandboxStatus::Stopped, Some(successor));
+        (self.image, self.network, self.vm) = (None, None, None);
     }
 
     /// Changes what it may reach, here and in what is recorded of its slot.
@@ -125,7 +168,11 @@ impl SandboxRecord {
     /// When it has been idle for its TTL, given when it was last used. None for one that is never reaped, or not as it is.
     pub(crate) fn expires_at(&self, last_used: Timestamp) -> Option<Timestamp> {
         // Who hibernated a sandbox means to come back to it; its time goes on with its machine.
-        if self.persistent || self.status == SandboxStatus::Hibernated {
+        if self.status == SandboxStatus::Hibernated {
+            return None;
+        }
+        // What is to last is in the successor of one that is stopped.
+        if self.persistent && self.status != SandboxStatus::Stopped {
             return None;
         }
         last_used.checked_add(Duration::from_secs(self.ttl_seconds)).ok()

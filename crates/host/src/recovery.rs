@@ -16,8 +16,10 @@ use crate::HostError;
 use crate::actor::{Actor, Begin, mailbox};
 use crate::dead_vm::DeadVm;
 use crate::entry::Entry;
+use crate::fork_warm::{SUCCEEDED, keep_log_only};
 use crate::hibernate::{NO_MACHINE, remove_files};
 use crate::host::{Shared, StartError};
+use crate::launch::CONSOLE_LOG;
 use crate::record::SandboxRecord;
 use crate::slots;
 use crate::store::StoreError;
@@ -26,26 +28,34 @@ pub(crate) async fn run(shared: &Arc<Shared>) -> Result<(), StartError> {
     let (mut adopted, mut undone, mut failed) = (0, 0, 0);
     let mut keep = HashSet::new();
     let (mut kept, mut running) = (Vec::new(), Vec::new());
-    let (mut half_done, mut asleep) = (Vec::new(), Vec::new());
+    let (mut half_done, mut without_machine, mut stopped, mut stood_still) = (vec![], vec![], vec![], vec![]);
     for record in shared.store.sandboxes().await? {
         match record.status {
             SandboxStatus::Creating | SandboxStatus::Stopping => half_done.push(record.id),
-            SandboxStatus::Hibernated => {
+            SandboxStatus::Hibernated | SandboxStatus::Stopped => {
                 keep.insert(record.id);
-                // It is in its image and has no machine. One that it left just before a crash is a stray.
-                let vm = DeadVm::vm(unknown_vm(shared, record.id, &record), NO_MACHINE.into());
-                asleep.push(record.id);
+                // It is in its image, or in its successor, and has no machine. One that it left just before a crash is a stray.
+                let why = if record.status == SandboxStatus::Stopped { SUCCEEDED } else { NO_MACHINE };
+                let vm = DeadVm::vm(unknown_vm(shared, record.id, &record), why.into());
+                if record.status == SandboxStatus::Stopped {
+                    stopped.push(record.id);
+                }
+                without_machine.push(record.id);
                 attach(shared, record, vm, Begin::AsItIs).await?;
             }
             _ => {
                 keep.insert(record.id);
                 let (slot, vm) = (record.network.clone(), record.vm.clone());
-                if recover(shared, record).await? {
-                    kept.extend(slot);
-                    running.extend(vm);
-                    adopted += 1;
-                } else {
+                let recovered = recover(shared, record).await?;
+                if let Recovered::Failed = recovered {
                     failed += 1;
+                    continue;
+                }
+                kept.extend(slot);
+                running.extend(vm);
+                adopted += 1;
+                if let Recovered::StoodStill(record, vm) = recovered {
+                    stood_still.push((record, vm));
                 }
             }
         }
@@ -53,8 +63,15 @@ pub(crate) async fn run(shared: &Arc<Shared>) -> Result<(), StartError> {
     // Processes before files: what is still running may write.
     let strays = shared.engine.end_strays(&running).await?;
     slots::reclaim(shared, kept).await?;
-    for id in &asleep {
+    // Not before the strays are gone and the network is as it was: a successor that was not recorded may have run in its place.
+    for (record, vm) in stood_still {
+        attach(shared, *record, vm, Begin::GoOn).await?;
+    }
+    for id in &without_machine {
         remove_files(shared, *id).await;
+    }
+    for id in stopped {
+        keep_log_only(shared, id).await;
     }
     for id in half_done {
         shared.forget(id).await?;
@@ -66,14 +83,25 @@ pub(crate) async fn run(shared: &Arc<Shared>) -> Result<(), StartError> {
     for (dir, known) in [(run, &keep), (sandboxes, &keep), (shared.data.snapshots_dir(), &snapshots)] {
         reclaim(&dir, known).await?;
     }
-    if adopted + asleep.len() + undone + failed + strays > 0 {
-        info!(adopted, hibernated = asleep.len(), undone, failed, strays, "what an earlier run left");
+    let without_machine = without_machine.len();
+    if adopted + without_machine + undone + failed + strays > 0 {
+        info!(adopted, without_machine, undone, failed, strays, "what an earlier run left");
     }
     Ok(())
 }
 
-/// Brings a recorded sandbox back; answers whether its VM runs.
-async fn recover(shared: &Arc<Shared>, mut record: SandboxRecord) -> Result<bool, StoreError> {
+/// What became of a recorded sandbox.
+enum Recovered {
+    /// Its VM was taken over.
+    Adopted,
+    /// Its VM is there, and stands still because of a capture that did not end. It has no actor yet.
+    StoodStill(Box<SandboxRecord>, Arc<dyn Vm>),
+    /// It is shown as failed.
+    Failed,
+}
+
+/// Brings a recorded sandbox back.
+async fn recover(shared: &Arc<Shared>, mut record: SandboxRecord) -> Result<Recovered, StoreError> {
     let id = record.id;
     let Some(vm_record) = record.vm.clone() else {
         record.network = None;
@@ -83,7 +111,7 @@ async fn recover(shared: &Arc<Shared>, mut record: SandboxRecord) -> Result<bool
         let placeholder = unknown_vm(shared, id, &record);
         let vm = DeadVm::vm(placeholder, "its VM was not recorded".into());
         attach(shared, record, vm, Begin::AsItIs).await?;
-        return Ok(false);
+        return Ok(Recovered::Failed);
     };
     let (vm, alive) = match shared.engine.adopt(vm_record.clone()).await {
         Ok(vm) => (vm, true),
@@ -101,14 +129,12 @@ async fn recover(shared: &Arc<Shared>, mut record: SandboxRecord) -> Result<bool
     };
     // A daemon that was killed in the middle of a capture leaves the machine paused: the capture is undone, it goes on.
     let paused = *vm.state().borrow() == VmState::Paused;
-    let begin = if alive && record.status == SandboxStatus::Running && paused {
+    if alive && record.status == SandboxStatus::Running && paused {
         info!(%id, "was paused by a capture that did not end; it goes on");
-        Begin::GoOn
-    } else {
-        Begin::AsItIs
-    };
-    attach(shared, record, vm, begin).await?;
-    Ok(alive)
+        return Ok(Recovered::StoodStill(Box::new(record), vm));
+    }
+    attach(shared, record, vm, Begin::AsItIs).await?;
+    Ok(if alive { Recovered::Adopted } else { Recovered::Failed })
 }
 
 async fn attach(shared: &Arc<Shared>, record: SandboxRecord, vm: Arc<dyn Vm>, begin: Begin) -> Result<(), StoreError> {
@@ -128,7 +154,7 @@ fn unknown_vm(shared: &Shared, id: Uuid, record: &SandboxRecord) -> VmRecord {
             id,
             run_dir: shared.vm_dir(id),
             disk: dir.join(coppice_snapshot::DISK_FILE),
-            console_log: dir.join("console.log"),
+            console_log: dir.join(CONSOLE_LOG),
         },
         machine: coppice_snapshot::MachineSpec {
             cpus: record.cpus,

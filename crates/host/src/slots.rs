@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use coppice_net::{Egress, NetError, Slot, SlotRecord, Slots};
+use coppice_net::{Egress, NetError, Seat, Slot, SlotRecord, Slots};
 use tracing::warn;
 
 use crate::host::Shared;
@@ -31,6 +31,18 @@ pub(crate) async fn set_egress(shared: &Shared, index: u32, egress: &Egress) -> 
     call(shared, move |slots| slots.set_egress(index, &egress)).await
 }
 
+/// The other seat of a place, to which it leads once the first one is taken away.
+pub(crate) async fn reseat(shared: &Shared, index: u32) -> Result<Slot, NetError> {
+    call(shared, move |slots| slots.reseat(index)).await
+}
+
+/// Takes a seat away whose machine is gone. One that stays all the same goes with the slot, or at the next start.
+pub(crate) async fn unseat(shared: &Shared, index: u32, seat: Seat) {
+    if let Err(e) = call(shared, move |slots| slots.unseat(index, seat)).await {
+        warn!(index, error = &e as &dyn std::error::Error, "a seat of a network slot can't be taken away");
+    }
+}
+
 /// Gives a place back. What can't be given back is reclaimed at the next start.
 pub(crate) async fn put(shared: &Shared, index: u32) {
     if let Err(e) = call(shared, move |slots| slots.put(index)).await {
@@ -40,7 +52,8 @@ pub(crate) async fn put(shared: &Shared, index: u32) {
 
 /// What is recorded of a place.
 pub(crate) fn record(slot: &Slot, egress: &Egress) -> SlotRecord {
-    SlotRecord { index: slot.index, mac: slot.mac, address: slot.address, egress: egress.clone() }
+    let Slot { index, seat, mac, address, .. } = *slot;
+    SlotRecord { index, mac, address, egress: egress.clone(), seat }
 }
 
 /// After a start: these are in use, everything else that an earlier run left goes.

@@ -1,7 +1,8 @@
 //! Snapshots that clients keep.
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, PoisonError, Weak};
 
 use coppice_api::{ErrorClass, Snapshot};
 use coppice_engine::CapturePlan;
@@ -84,11 +85,12 @@ pub(crate) async fn create(shared: &Arc<Shared>, workspace: &str, id: &str) -> R
     let shared = Arc::clone(shared);
     let made = tokio::spawn(async move {
         let _in_use = in_use;
-        entry.awake().await?;
         let snapshot = Uuid::new_v4();
         let image = PendingImage::create(&shared.snapshot_dir(snapshot))?;
+        coppice_fault::point!("snapshot.image");
         let plan = CapturePlan { image, id: snapshot, durable: true, hold: None };
         let captured = entry.ask(|reply| Op::Capture(Box::new(plan), reply)).await?;
+        coppice_fault::point!("snapshot.captured");
         let sandbox = entry.record();
         let record = SnapshotRecord {
             id: snapshot,
@@ -103,6 +105,7 @@ pub(crate) async fn create(shared: &Arc<Shared>, workspace: &str, id: &str) -> R
             remove_tree(captured.image.dir().to_owned()).await;
             return Err(e.into());
         }
+        coppice_fault::point!("snapshot.recorded");
         metrics::counter!("coppice_snapshots_total").increment(1);
         Ok(record.to_api())
     });
@@ -122,6 +125,37 @@ pub(crate) async fn get(shared: &Shared, workspace: &str, id: &str) -> Result<Sn
     // What holds a hibernated sandbox is that sandbox, and no snapshot to anyone else.
     let found = found.filter(|snapshot| snapshot.kind != SnapshotKind::Hibernation);
     found.filter(|snapshot| snapshot.workspace == workspace).ok_or_else(not_found)
+}
+
+/// Holds the files of a snapshot while a machine is started from them: a delete takes the record at once, and the last
+/// holder takes the files.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    dir: PathBuf,
+    deleted: AtomicBool,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        // Without a runtime the process is ending: the next start removes what no record knows.
+        if self.deleted.load(Ordering::Relaxed)
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            drop(runtime.spawn(remove_tree(std::mem::take(&mut self.dir))));
+        }
+    }
+}
+
+/// Before the record is looked for: whoever deletes it either finds the lease or is seen.
+pub(crate) fn lease(shared: &Shared, id: Uuid) -> Arc<Lease> {
+    let mut leases = shared.leases.lock().unwrap_or_else(PoisonError::into_inner);
+    leases.retain(|_, lease| lease.strong_count() > 0);
+    let held = leases.get(&id).and_then(Weak::upgrade);
+    held.unwrap_or_else(|| {
+        let lease = Arc::new(Lease { dir: shared.snapshot_dir(id), deleted: AtomicBool::new(false) });
+        leases.insert(id, Arc::downgrade(&lease));
+        lease
+    })
 }
 
 /// Opens a snapshot's image; the first time in this run all of its checksums are compared.
@@ -158,8 +192,16 @@ pub(crate) async fn list(
 /// The record goes first: a crash then leaves a directory that the next start removes, never a record without files.
 pub(crate) async fn delete(shared: &Shared, workspace: &str, id: &str) -> Result<(), SnapshotError> {
     let snapshot = get(shared, workspace, id).await?;
-    shared.store.delete_snapshot(snapshot.id).await?;
+    if !shared.store.delete_snapshot(snapshot.id).await? {
+        return Err(SnapshotError::NotFound(snapshot.id.to_string()));
+    }
     shared.verified.lock().unwrap_or_else(PoisonError::into_inner).remove(&snapshot.id);
-    remove_tree(shared.snapshot_dir(snapshot.id)).await;
+    coppice_fault::point!("delete-snapshot.record");
+    let held = shared.leases.lock().unwrap_or_else(PoisonError::into_inner).get(&snapshot.id).and_then(Weak::upgrade);
+    match held {
+        Some(lease) => lease.deleted.store(true, Ordering::Relaxed),
+        None => remove_tree(shared.snapshot_dir(snapshot.id)).await,
+    }
+    coppice_fault::point!("delete-snapshot.files");
     Ok(())
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::time::Duration;
 
-use coppice_api::{BootMode, SandboxStatus};
+use coppice_api::{BootMode, OnTtl, SandboxStatus};
 use jiff::Timestamp;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -18,7 +18,7 @@ use sqlx::sqlite::{
 use sqlx::{Connection as _, Row, query};
 use uuid::Uuid;
 
-use crate::record::{ForkRole, Lineage, SandboxRecord, SnapshotKind, SnapshotRecord};
+use crate::record::{ForkKind, ForkRole, Lineage, SandboxRecord, SnapshotKind, SnapshotRecord};
 
 /// Longest that one statement may take, waiting for its turn included. Statements take well under a millisecond.
 const TIMEOUT: Duration = Duration::from_secs(15);
@@ -87,8 +87,9 @@ impl Store {
             query(
                 "INSERT INTO sandboxes (id, workspace, template, cpus, memory_mib, status, error, metadata, \
                  from_snapshot, image, boot_mode, boot_ms, boot, created_at, persistent, ttl_seconds, \
-                 settled_ttl_seconds, last_used_at, tree_id, parent_id, fork_index, fork_count, fork_role, vm, egress, \
-                 network) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                 settled_ttl_seconds, last_used_at, tree_id, parent_id, fork_index, fork_count, fork_role, fork_kind, vm, \
+                 egress, network, on_ttl, settled_on_ttl) \
+                 VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
             )
             .bind(r.id.to_string())
             .bind(&r.workspace)
@@ -113,36 +114,32 @@ impl Store {
             .bind(r.lineage.as_ref().map(|l| l.index))
             .bind(r.lineage.as_ref().map(|l| l.count))
             .bind(r.lineage.as_ref().map(|l| l.role.as_str()))
+            .bind(r.lineage.as_ref().map(|l| l.kind.as_str()))
             .bind(r.vm.as_ref().map(serde_json::to_string).transpose()?)
             .bind(serde_json::to_string(&r.egress)?)
             .bind(r.network.as_ref().map(serde_json::to_string).transpose()?)
+            .bind(to_word(&r.on_ttl)?)
+            .bind(to_word(&r.settled_on_ttl)?)
             .execute(&self.pool),
         )
         .await?;
         Ok(())
     }
 
-    /// Writes down what changes in a sandbox's life. Does nothing when the row is gone: a late change never brings back a
-    /// sandbox that was deleted meanwhile.
+    /// Writes down what its actor changes in a sandbox's life, and nothing that a client may change at the same time
+    /// ([`Self::put_lifecycle`]): a TTL that was acknowledged must not be overwritten by an older copy of it. Does nothing
+    /// when the row is gone: a late change never brings back a sandbox that was deleted meanwhile.
     pub(crate) async fn update_sandbox(&self, r: &SandboxRecord) -> Result<(), StoreError> {
         bounded(
-            query(
-                "UPDATE sandboxes SET status=?, error=?, metadata=?, boot_ms=?, boot=?, persistent=?, ttl_seconds=?, \
-             settled_ttl_seconds=?, last_used_at=?, fork_role=?, vm=? WHERE id=?",
-            )
-            .bind(to_word(&r.status)?)
-            .bind(&r.error)
-            .bind(serde_json::to_string(&r.metadata)?)
-            .bind(signed(r.boot_ms))
-            .bind(r.boot.map(|b| serde_json::to_string(&b)).transpose()?)
-            .bind(r.persistent)
-            .bind(signed(r.ttl_seconds))
-            .bind(signed(r.settled_ttl_seconds))
-            .bind(r.last_used_at.to_string())
-            .bind(r.lineage.as_ref().map(|l| l.role.as_str()))
-            .bind(r.vm.as_ref().map(serde_json::to_string).transpose()?)
-            .bind(r.id.to_string())
-            .execute(&self.pool),
+            query("UPDATE sandboxes SET status=?, error=?, boot_ms=?, boot=?, last_used_at=?, vm=? WHERE id=?")
+                .bind(to_word(&r.status)?)
+                .bind(&r.error)
+                .bind(signed(r.boot_ms))
+                .bind(r.boot.map(|b| serde_json::to_string(&b)).transpose()?)
+                .bind(r.last_used_at.to_string())
+                .bind(r.vm.as_ref().map(serde_json::to_string).transpose()?)
+                .bind(r.id.to_string())
+                .execute(&self.pool),
         )
         .await?;
         Ok(())
@@ -197,13 +194,15 @@ impl Store {
     pub(crate) async fn put_lifecycle(&self, r: &SandboxRecord) -> Result<(), StoreError> {
         bounded(
             query(
-                "UPDATE sandboxes SET metadata=?, persistent=?, ttl_seconds=?, settled_ttl_seconds=?, last_used_at=?, \
-                 fork_role=? WHERE id=?",
+                "UPDATE sandboxes SET metadata=?, persistent=?, ttl_seconds=?, settled_ttl_seconds=?, on_ttl=?, \
+                 settled_on_ttl=?, last_used_at=?, fork_role=? WHERE id=?",
             )
             .bind(serde_json::to_string(&r.metadata)?)
             .bind(r.persistent)
             .bind(signed(r.ttl_seconds))
             .bind(signed(r.settled_ttl_seconds))
+            .bind(to_word(&r.on_ttl)?)
+            .bind(to_word(&r.settled_on_ttl)?)
             .bind(r.last_used_at.to_string())
             .bind(r.lineage.as_ref().map(|l| l.role.as_str()))
             .bind(r.id.to_string())
@@ -221,9 +220,38 @@ impl Store {
         r: &SandboxRecord,
         image: Option<&SnapshotRecord>,
     ) -> Result<(), StoreError> {
-        let (status, vm) = (to_word(&r.status)?, r.vm.as_ref().map(serde_json::to_string).transpose()?);
-        let network = r.network.as_ref().map(serde_json::to_string).transpose()?;
-        let moved = async {
+        self.put_places(&[r], image, None).await
+    }
+
+    /// A child of a warm fork takes its parent's place, with the snapshot that it was restored from. As
+    /// [`Self::put_whereabouts`]: a crash of the host must not bring back a parent whose child has gone on.
+    pub(crate) async fn put_succession(
+        &self,
+        parent: &SandboxRecord,
+        child: &SandboxRecord,
+        image: &SnapshotRecord,
+    ) -> Result<(), StoreError> {
+        self.put_places(&[parent, child], Some(image), None).await
+    }
+
+    /// There is no successor: the parent is what it was, the child and its snapshot are not recorded any more.
+    pub(crate) async fn undo_succession(
+        &self,
+        parent: &SandboxRecord,
+        child: Uuid,
+        image: Uuid,
+    ) -> Result<(), StoreError> {
+        self.put_places(&[parent], None, Some((child, image))).await
+    }
+
+    async fn put_places(
+        &self,
+        moved: &[&SandboxRecord],
+        image: Option<&SnapshotRecord>,
+        gone: Option<(Uuid, Uuid)>,
+    ) -> Result<(), StoreError> {
+        let places: Vec<Place> = moved.iter().map(|r| place(r)).collect::<Result<_, _>>()?;
+        let done = async {
             let mut connection = self.pool.acquire().await?;
             query("PRAGMA synchronous = FULL").execute(&mut *connection).await?;
             let done = async {
@@ -231,23 +259,39 @@ impl Store {
                 if let Some(image) = image {
                     insert_snapshot(&mut *transaction, image).await?;
                 }
-                query("UPDATE sandboxes SET status=?, error=?, image=?, vm=?, network=?, last_used_at=? WHERE id=?")
-                    .bind(status)
+                for (r, place) in moved.iter().zip(places) {
+                    query(
+                        "UPDATE sandboxes SET status=?, error=?, image=?, vm=?, network=?, boot=?, boot_ms=?, \
+                         last_used_at=?, successor=? WHERE id=?",
+                    )
+                    .bind(place.status)
                     .bind(&r.error)
                     .bind(r.image.map(|id| id.to_string()))
-                    .bind(vm)
-                    .bind(network)
+                    .bind(place.vm)
+                    .bind(place.network)
+                    .bind(place.boot)
+                    .bind(signed(r.boot_ms))
                     .bind(r.last_used_at.to_string())
+                    .bind(r.successor.map(|id| id.to_string()))
                     .bind(r.id.to_string())
                     .execute(&mut *transaction)
                     .await?;
+                }
+                if let Some((sandbox, snapshot)) = gone {
+                    for (statement, id) in [
+                        ("DELETE FROM sandboxes WHERE id = ?", sandbox),
+                        ("DELETE FROM snapshots WHERE id = ?", snapshot),
+                    ] {
+                        query(statement).bind(id.to_string()).execute(&mut *transaction).await?;
+                    }
+                }
                 transaction.commit().await
             };
             let done = done.await;
             query("PRAGMA synchronous = NORMAL").execute(&mut *connection).await?;
             done
         };
-        bounded(moved).await
+        bounded(done).await
     }
 
     pub(crate) async fn snapshot(&self, id: Uuid) -> Result<Option<SnapshotRecord>, StoreError> {
@@ -263,9 +307,11 @@ impl Store {
         rows.iter().map(snapshot_from_row).collect()
     }
 
-    pub(crate) async fn delete_snapshot(&self, id: Uuid) -> Result<(), StoreError> {
-        bounded(query("DELETE FROM snapshots WHERE id = ?").bind(id.to_string()).execute(&self.pool)).await?;
-        Ok(())
+    /// Answers whether it was there.
+    pub(crate) async fn delete_snapshot(&self, id: Uuid) -> Result<bool, StoreError> {
+        let done =
+            bounded(query("DELETE FROM snapshots WHERE id = ?").bind(id.to_string()).execute(&self.pool)).await?;
+        Ok(done.rows_affected() > 0)
     }
 
     /// Removes the rows of snapshots that no client keeps and no sandbox refers to, and answers their ids.
@@ -280,6 +326,23 @@ impl Store {
         .await?;
         rows.iter().map(|row| parse(row, "id")).collect()
     }
+}
+
+/// What of a sandbox's whereabouts is stored as text.
+struct Place {
+    status: String,
+    vm: Option<String>,
+    network: Option<String>,
+    boot: Option<String>,
+}
+
+fn place(r: &SandboxRecord) -> Result<Place, StoreError> {
+    Ok(Place {
+        status: to_word(&r.status)?,
+        vm: r.vm.as_ref().map(serde_json::to_string).transpose()?,
+        network: r.network.as_ref().map(serde_json::to_string).transpose()?,
+        boot: r.boot.map(|boot| serde_json::to_string(&boot)).transpose()?,
+    })
 }
 
 async fn insert_snapshot(to: impl SqliteExecutor<'_>, s: &SnapshotRecord) -> Result<(), sqlx::Error> {
@@ -355,7 +418,18 @@ fn lineage_from_row(row: &SqliteRow) -> Result<Option<Lineage>, StoreError> {
     let index: u32 = row.try_get("fork_index")?;
     // Older rows don't say; there were so many at least.
     let count = row.try_get::<Option<u32>, _>("fork_count")?.unwrap_or(index.saturating_add(1));
-    Ok(Some(Lineage { tree_id, parent_id: parse(row, "parent_id")?, index, count, role }))
+    let kind = match row.try_get::<Option<String>, _>("fork_kind")?.as_deref() {
+        Some("disk") => ForkKind::Disk,
+        Some("fork-tree") => ForkKind::Tree,
+        Some("warm") => ForkKind::Warm,
+        Some(other) => return Err(unusable(row, "fork_kind", other.to_owned())),
+        // Older rows don't say, and are of one of these.
+        None => match from_word::<BootMode>(row, "boot_mode")? {
+            BootMode::Cold => ForkKind::Disk,
+            BootMode::Snapshot => ForkKind::Tree,
+        },
+    };
+    Ok(Some(Lineage { tree_id, parent_id: parse(row, "parent_id")?, index, count, role, kind }))
 }
 
 fn sandbox_from_row(row: &SqliteRow) -> Result<SandboxRecord, StoreError> {
@@ -377,8 +451,11 @@ fn sandbox_from_row(row: &SqliteRow) -> Result<SandboxRecord, StoreError> {
         persistent: row.try_get("persistent")?,
         ttl_seconds: unsigned(row, "ttl_seconds")?,
         settled_ttl_seconds: unsigned(row, "settled_ttl_seconds")?,
+        on_ttl: from_word::<OnTtl>(row, "on_ttl")?,
+        settled_on_ttl: from_word::<OnTtl>(row, "settled_on_ttl")?,
         last_used_at: parse(row, "last_used_at")?,
         lineage: lineage_from_row(row)?,
+        successor: parse_opt(row, "successor")?,
         egress: json_opt(row, "egress")?.unwrap_or_default(),
         network: json_opt(row, "network")?,
         vm: json_opt(row, "vm")?,
@@ -429,6 +506,8 @@ mod tests {
             persistent: false,
             ttl_seconds: 60,
             settled_ttl_seconds: 600,
+            on_ttl: OnTtl::Delete,
+            settled_on_ttl: OnTtl::Hibernate,
             last_used_at: now,
             lineage: Some(Lineage {
                 tree_id: Uuid::new_v4(),
@@ -436,7 +515,9 @@ mod tests {
                 index: 3,
                 count: 4,
                 role: ForkRole::Child,
+                kind: ForkKind::Warm,
             }),
+            successor: None,
             egress: Egress::Open,
             network: None,
             vm: None,
@@ -453,12 +534,16 @@ mod tests {
             store.insert_sandbox(&record).await.unwrap();
             record.status = SandboxStatus::Running;
             record.boot_ms = 123;
+            record.on_ttl = OnTtl::Hibernate;
             record.egress = Egress::Allow(vec!["example.org:443".parse().unwrap()]);
             let (address, mac) = (coppice_net::address_of(7).unwrap(), [2, 0x63, 1, 2, 3, 4]);
-            record.network = Some(SlotRecord { index: 7, mac, address, egress: record.egress.clone() });
+            let (egress, seat) = (record.egress.clone(), coppice_net::Seat::Second);
+            record.network = Some(SlotRecord { index: 7, mac, address, egress, seat });
             record.lineage.as_mut().unwrap().role = ForkRole::Promoted;
+            record.ttl_seconds = 61;
             store.update_sandbox(&record).await.unwrap();
             store.put_network(&record).await.unwrap();
+            store.put_lifecycle(&record).await.unwrap();
         }
         let store = Store::open(&path).await.unwrap();
         let found = store.sandboxes().await.unwrap();
@@ -468,10 +553,13 @@ mod tests {
         assert_eq!((&found.metadata, &found.lineage), (&record.metadata, &record.lineage));
         assert_eq!((&found.egress, &found.network), (&record.egress, &record.network));
         assert_eq!((found.created_at, found.image), (record.created_at, record.image));
-        // What is written with an older policy at hand does not bring it back.
-        let stale = SandboxRecord { egress: Egress::Open, network: None, ..record.clone() };
+        assert_eq!((found.on_ttl, found.settled_on_ttl), (OnTtl::Hibernate, OnTtl::Hibernate));
+        // What is written with an older policy or TTL at hand, or by who has not seen a promotion, does not bring them back.
+        let lineage = record.lineage.clone().map(|l| Lineage { role: ForkRole::Child, ..l });
+        let stale = SandboxRecord { egress: Egress::Open, network: None, ttl_seconds: 5, lineage, ..record.clone() };
         store.update_sandbox(&stale).await.unwrap();
-        assert_eq!(store.sandboxes().await.unwrap()[0].egress, record.egress);
+        let found = store.sandboxes().await.unwrap().remove(0);
+        assert_eq!((found.egress, found.ttl_seconds, found.lineage), (record.egress, 61, record.lineage));
         let later = Timestamp::now();
         store.put_last_used(&[(record.id, later)]).await.unwrap();
         assert_eq!(store.sandboxes().await.unwrap()[0].last_used_at, later);

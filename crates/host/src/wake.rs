@@ -17,11 +17,13 @@ use tracing::{info, warn};
 
 use crate::Coded;
 use crate::actor::Actor;
-use crate::admission::AdmissionError;
+use crate::admission::{AdmissionError, Ask, Reservation};
 use crate::entry::AccessError;
 use crate::fork;
+use crate::hibernate::NO_MACHINE;
 use crate::host::{Shared, remove_tree};
 use crate::launch::{self, LaunchError, Origin};
+use crate::meter;
 use crate::record::SandboxRecord;
 use crate::slots;
 use crate::snapshots::{self, SnapshotError};
@@ -61,7 +63,7 @@ impl Coded for WakeError {
     /// No room is no room; everything else means that it can't be used now, and is as it was.
     fn class(&self) -> ErrorClass {
         match self {
-            Self::Admission(e) if e.class() == ErrorClass::Capacity => ErrorClass::Capacity,
+            Self::Admission(e) if e.class() != ErrorClass::Internal => ErrorClass::Capacity,
             Self::Launch(e) if e.class() == ErrorClass::Capacity => ErrorClass::Capacity,
             _ => ErrorClass::Unavailable,
         }
@@ -81,6 +83,8 @@ struct Woken {
     record: SandboxRecord,
     vm: Arc<dyn Vm>,
     session: GuestSession,
+    room: Reservation,
+    disk_len: u64,
 }
 
 impl Actor {
@@ -101,19 +105,24 @@ impl Actor {
             }
         };
         undo.commit();
-        let Woken { record, vm, session } = woken;
+        coppice_fault::point!("wake.recorded");
+        let Woken { record, vm, session, room, disk_len } = woken;
         self.become_machine(vm);
         self.entry.touch();
         self.entry.update(|r| {
             (r.status, r.image, r.network, r.vm) = (record.status, record.image, record.network, record.vm);
         });
-        self.entry.set_live(|live| (live.status, live.session) = (SandboxStatus::Running, Some(session)));
+        self.entry.set_disk_len(disk_len);
+        room.settle(|| {
+            self.entry.set_live(|live| (live.status, live.session) = (SandboxStatus::Running, Some(session)));
+        });
         // It may have died before it was watched.
         self.vm_changed().await;
         // The image has been used. The machine goes on reading its memory from the unlinked file.
         if let Err(e) = self.shared.drop_unreferenced_snapshots().await {
             warn!(error = &e as &dyn std::error::Error, "the image of a woken sandbox stays until the next start");
         }
+        coppice_fault::point!("wake.image-dropped");
         let took = begun.elapsed();
         info!(?took, "woken");
         metrics::counter!("coppice_wakes_total", "outcome" => "ok").increment(1);
@@ -122,13 +131,15 @@ impl Actor {
     }
 
     async fn bring_back(&mut self, undo: &mut Undo) -> Result<Woken, WakeError> {
-        self.end_machine().await.map_err(WakeError::Leftover)?;
+        self.end_machine(NO_MACHINE).await.map_err(WakeError::Leftover)?;
         let shared = Arc::clone(&self.shared);
-        // It is one of those that are counted already.
-        let _reservation = shared.admission.reserve(1, shared.count().saturating_sub(1))?;
         let asleep = self.entry.record();
         let image =
             snapshots::open(&shared, asleep.image.ok_or(WakeError::NoImage)?).await.map_err(WakeError::Image)?;
+        let disk_len = image.manifest().disk.len;
+        // It is one of those in the list already.
+        let ask = Ask { machines: 1, memory_mib: u64::from(asleep.memory_mib), disk_len, ..Ask::default() };
+        let room = shared.admission.reserve(&ask, || meter::sums(&shared))?;
         let origin = Origin::Image(Arc::new(image));
 
         let slot = slots::take(&shared, &asleep.egress).await.map_err(LaunchError::from)?;
@@ -136,7 +147,9 @@ impl Actor {
         undo.push("network slot", async move { slots::put(&give_back, index).await });
         let mut record = SandboxRecord { network: Some(slots::record(&slot, &asleep.egress)), ..asleep.clone() };
 
+        coppice_fault::point!("wake.slot");
         let place = make_place(&shared, &record, &origin, undo).await?;
+        coppice_fault::point!("wake.placed");
         let nic = Nic { tap: slot.tap, mac: slot.mac };
         let vm = launch::start_vm(&shared, &origin, place, (nic, JailSlot { index })).await?;
         let kill = Arc::clone(&vm);
@@ -145,10 +158,12 @@ impl Actor {
                 warn!(error = %e, "the VM of a sandbox that did not wake can't be ended");
             }
         });
+        coppice_fault::point!("wake.started");
         let fork = fork::identity(&record);
         let mut boot = BootBreakdown::default();
         let session = launch::acknowledge(&vm, &record, &origin, ResumeReason::Wake, fork, &mut boot).await?;
 
+        coppice_fault::point!("wake.acknowledged");
         (record.status, record.image, record.vm) = (SandboxStatus::Running, None, Some(vm.record()));
         record.last_used_at = self.entry.last_used();
         if let Err(e) = shared.store.put_whereabouts(&record, None).await {
@@ -158,7 +173,7 @@ impl Actor {
             }
             return Err(LaunchError::from(e).into());
         }
-        Ok(Woken { record, vm, session })
+        Ok(Woken { record, vm, session, room, disk_len })
     }
 }
 
@@ -189,5 +204,5 @@ async fn make_place(
     if kind == CloneKind::Copy {
         warn!("the disk was copied, not cloned: the data directory's file system has no reflinks");
     }
-    Ok(VmPlace { id: record.id, run_dir, disk, console_log: dir.join("console.log") })
+    Ok(VmPlace { id: record.id, run_dir, disk, console_log: dir.join(launch::CONSOLE_LOG) })
 }

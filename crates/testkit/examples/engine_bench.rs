@@ -171,7 +171,7 @@ impl Bench {
         let captured = vm.capture(CapturePlan { image, id, durable, hold: None }).await.unwrap();
         let t = captured.timings;
         println!(
-            "capture, durable {durable}: {} ms, paused {} ms (stop {}, devices {}, disk {}, memory {}) for {} MiB; publish {}; {:?}",
+            "capture, durable {durable}: {} ms, paused {} ms (stop {}, devices {}, disk {}, memory {}) for {} MiB; publish {} with {} MiB written; {:?}",
             ms(begin.elapsed()),
             ms(t.paused),
             ms(t.stop),
@@ -180,6 +180,7 @@ impl Bench {
             ms(t.memory),
             captured.memory_bytes >> 20,
             ms(t.publish),
+            captured.memory_written_bytes >> 20,
             captured.disk_clone
         );
         captured.image

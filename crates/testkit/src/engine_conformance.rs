@@ -88,6 +88,9 @@ pub async fn run(engine: Arc<dyn Engine>, fixtures: Fixtures) {
     suite.four_children_of_one_image(&image).await;
     suite.a_grandchild_has_what_both_generations_wrote(&image).await;
     suite.a_deleted_image_can_not_be_restored_but_its_children_live_and_fork(image).await;
+    if suite.fixtures.guest == Guest::Real {
+        suite.captures_in_a_row_restore_exactly(&parent).await;
+    }
     suite.a_capture_while_paused_stays_paused(&parent).await;
     suite.an_abandoned_capture_leaves_nothing_and_the_parent_runs(&parent).await;
     suite.a_cloned_disk_has_what_was_written(&parent).await;
@@ -300,6 +303,31 @@ impl Suite {
         assert_eq!(grandchild.shell("cat /root/on-disk /run/in-memory").await, "not flushedonly in memory");
         grandchild.end(self).await;
         child.end(self).await;
+    }
+
+    /// Two captures of one machine, with pages changed and set to zero in between, the first one's image gone, and a child of
+    /// the second that outlives its image.
+    async fn captures_in_a_row_restore_exactly(&self, parent: &Machine) {
+        case("captures in a row restore exactly");
+        let sum = "sha256sum < /dev/shm/pages";
+        parent.shell("head -c 24M /dev/urandom > /dev/shm/pages").await;
+        let first = self.capture(&parent.vm, false).await;
+        assert!(first.memory_written_bytes > 24 << 20 && first.memory_written_bytes <= first.memory_bytes);
+        std::fs::remove_dir_all(first.image.dir()).unwrap();
+        let change = "dd if=/dev/zero of=/dev/shm/pages bs=1M seek=4 count=2 conv=notrunc 2>&1 && \
+                      dd if=/dev/urandom of=/dev/shm/pages bs=64k seek=201 count=1 conv=notrunc 2>&1";
+        parent.shell(change).await;
+        let expected = parent.shell(sum).await;
+        let second = self.capture(&parent.vm, false).await;
+        let child = self.restore(&second.image).await;
+        assert_eq!(child.shell(sum).await, expected);
+        std::fs::remove_dir_all(second.image.dir()).unwrap();
+        parent.shell("head -c 24M /dev/urandom > /dev/shm/pages").await;
+        let third = self.capture(&parent.vm, false).await;
+        assert_eq!(child.shell(sum).await, expected);
+        parent.shell("rm /dev/shm/pages").await;
+        child.end(self).await;
+        std::fs::remove_dir_all(third.image.dir()).unwrap();
     }
 
     async fn a_capture_while_paused_stays_paused(&self, parent: &Machine) {

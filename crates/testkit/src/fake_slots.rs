@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use coppice_net::{Counters, Egress, GATEWAY, NetError, Opening, Slot, SlotRecord, Slots, address_of, slot_of};
+use coppice_net::{Counters, Egress, GATEWAY, NetError, Opening, Seat, Slot, SlotRecord, Slots, address_of, slot_of};
 
 /// See the module.
 #[derive(Debug)]
@@ -18,12 +18,23 @@ pub struct FakeSlots {
 #[derive(Debug, Default)]
 struct State {
     ready: bool,
-    taken: BTreeMap<u32, Egress>,
+    taken: BTreeMap<u32, Taken>,
     opened: Vec<(u32, Opening)>,
     /// Uses so far: MAC addresses are fresh for each.
     uses: u32,
     fail_policies: bool,
+    fail_seats: u32,
     dns: Option<SocketAddr>,
+}
+
+/// A slot in use.
+#[derive(Debug)]
+struct Taken {
+    egress: Egress,
+    mac: [u8; 6],
+    /// The seat that the slot's address leads to, and whether there is another one.
+    seat: Seat,
+    beside: bool,
 }
 
 /// The network of loopback addresses that stands for the guests': `127.203.x.y` is the slot of `10.203.x.y`, so that a
@@ -40,7 +51,18 @@ impl FakeSlots {
     /// The slots in use and what each may reach.
     #[must_use]
     pub fn taken(&self) -> BTreeMap<u32, Egress> {
-        self.state().taken.clone()
+        self.state().taken.iter().map(|(index, taken)| (*index, taken.egress.clone())).collect()
+    }
+
+    /// The slots in use: who gets what comes for each, and whether another seat is there, too.
+    #[must_use]
+    pub fn seats(&self) -> BTreeMap<u32, (Seat, bool)> {
+        self.state().taken.iter().map(|(index, taken)| (*index, (taken.seat, taken.beside))).collect()
+    }
+
+    /// So many of the next second seats can't be made.
+    pub fn fail_seats(&self, count: u32) {
+        self.state().fail_seats = count;
     }
 
     /// What was opened for names, in order.
@@ -80,7 +102,11 @@ fn refused(state: &State, egress: &Egress) -> Result<(), NetError> {
 impl Slots for FakeSlots {
     fn reclaim(&self, keep: &[SlotRecord]) -> Result<(), NetError> {
         let mut state = self.state();
-        state.taken = keep.iter().map(|record| (record.index, record.egress.clone())).collect();
+        let taken = |record: &SlotRecord| {
+            let SlotRecord { egress, mac, seat, .. } = record.clone();
+            (record.index, Taken { egress, mac, seat, beside: false })
+        };
+        state.taken = keep.iter().map(taken).collect();
         state.ready = true;
         Ok(())
     }
@@ -95,10 +121,35 @@ impl Slots for FakeSlots {
         let index = free.ok_or(NetError::Exhausted { limit: self.limit })?;
         let address = address_of(index).ok_or(NetError::UnknownSlot { index })?;
         let tap = Arc::new(null()?);
-        state.taken.insert(index, egress.clone());
         state.uses += 1;
         let [a, b, c, d] = state.uses.to_be_bytes();
-        Ok(Slot { index, mac: [0x02, 0x63, a, b, c, d], address, tap })
+        let (mac, seat) = ([0x02, 0x63, a, b, c, d], Seat::First);
+        state.taken.insert(index, Taken { egress: egress.clone(), mac, seat, beside: false });
+        Ok(Slot { index, seat, mac, address, tap })
+    }
+
+    fn reseat(&self, index: u32) -> Result<Slot, NetError> {
+        let mut state = self.state();
+        if state.fail_seats > 0 {
+            state.fail_seats -= 1;
+            return Err(NetError::Rules { what: "a seat", message: "refused on request".into() });
+        }
+        let taken = state.taken.get_mut(&index).ok_or(NetError::UnknownSlot { index })?;
+        if std::mem::replace(&mut taken.beside, true) {
+            return Err(NetError::Seats { index });
+        }
+        let address = address_of(index).ok_or(NetError::UnknownSlot { index })?;
+        Ok(Slot { index, seat: taken.seat.other(), mac: taken.mac, address, tap: Arc::new(null()?) })
+    }
+
+    fn unseat(&self, index: u32, seat: Seat) -> Result<(), NetError> {
+        if let Some(taken) = self.state().taken.get_mut(&index)
+            && std::mem::take(&mut taken.beside)
+        {
+            // Where there are two, who stays gets what comes.
+            taken.seat = seat.other();
+        }
+        Ok(())
     }
 
     fn put(&self, index: u32) -> Result<(), NetError> {
@@ -110,7 +161,7 @@ impl Slots for FakeSlots {
         let mut state = self.state();
         refused(&state, egress)?;
         let slot = state.taken.get_mut(&index).ok_or(NetError::UnknownSlot { index })?;
-        *slot = egress.clone();
+        slot.egress = egress.clone();
         Ok(())
     }
 

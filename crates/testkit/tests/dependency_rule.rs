@@ -4,7 +4,8 @@
 use std::process::Command;
 
 /// Each crate may use those before it. The order of the design.
-const ORDER: [&str; 14] = [
+const ORDER: [&str; 15] = [
+    "coppice-fault",
     "coppice-api",
     "coppice-guest-proto",
     "coppice-snapshot",

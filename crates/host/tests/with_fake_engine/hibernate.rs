@@ -296,7 +296,7 @@ async fn operations_at_once_with_hibernate_end_in_an_allowed_order() {
     for _ in 0..10 {
         let id = w.create().await.id;
         w.write(&id, "/dev/shm/memory", "m").await;
-        let lifecycle = LifecyclePatch { ttl_seconds: Some(500), persistent: None };
+        let lifecycle = LifecyclePatch { ttl_seconds: Some(500), ..LifecyclePatch::default() };
         let (slept, read, woken, fork, kept, again, ttl) = tokio::join!(
             w.host.hibernate(W, &id),
             w.read(&id, "/dev/shm/memory"),
@@ -346,12 +346,12 @@ async fn whoever_hangs_up_stops_neither_hibernate_nor_wake() {
     }
 }
 
-fn runtime() -> Runtime {
+pub(crate) fn runtime() -> Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
 /// Nothing of a daemon goes on. Its database has a thread of its own, which a kill would end, too.
-fn end(daemon: Runtime, data: &DataDir) {
+pub(crate) fn end(daemon: Runtime, data: &DataDir) {
     daemon.shutdown_timeout(Duration::from_secs(5));
     let database = data.host_db().canonicalize().unwrap();
     let open = || {
@@ -367,7 +367,12 @@ fn end(daemon: Runtime, data: &DataDir) {
 
 /// Runs `work` in a daemon that is killed after `patience`, and answers with the next one. What a thread of it was doing
 /// at that moment is still done, as a system call would be.
-fn killed(last: Runtime, w: World, patience: Duration, work: impl AsyncFnOnce(Arc<Host>)) -> (Runtime, World) {
+pub(super) fn killed(
+    last: Runtime,
+    w: World,
+    patience: Duration,
+    work: impl AsyncFnOnce(Arc<Host>),
+) -> (Runtime, World) {
     let World { engine, slots, data, host, dir } = w;
     last.block_on(host.stop());
     drop(host);
@@ -422,4 +427,23 @@ fn a_daemon_that_is_killed_while_one_hibernates_or_wakes_loses_nothing() {
     }
     // Both sides of both moments were hit.
     assert_eq!(seen.len(), 4, "{seen:?}");
+}
+
+#[test]
+fn a_daemon_that_is_killed_in_a_disk_fork_leaves_no_frozen_disk() {
+    let daemon = runtime();
+    let (w, id) = daemon.block_on(async {
+        let w = world().await;
+        let id = w.create().await.id;
+        (w, id)
+    });
+    w.engine.script(|s| s.capture_delay = Duration::from_millis(300));
+    let (daemon, w) =
+        killed(daemon, w, Duration::from_millis(100), async |host| drop(host.fork_disk(W, &id, spec(1)).await));
+    w.engine.script(|s| s.capture_delay = Duration::ZERO);
+    daemon.block_on(async {
+        w.exactly([&id]).await;
+        // Processes that wait for the disk can't be held.
+        w.host.snapshot(W, &id).await.unwrap();
+    });
 }

@@ -1,7 +1,11 @@
 //! A host whose machines are fakes: everything that can go wrong with a machine, wrong on command.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod admission;
 mod hibernate;
+mod stress;
+mod ttl;
+mod warm;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, SocketAddr};
@@ -17,7 +21,7 @@ use coppice_api::{
 use coppice_disk::DataDir;
 use coppice_engine::{BootSpec, CapturePlan, Engine, VmPlace};
 use coppice_guest_proto::v1::ResumeReason;
-use coppice_host::{ForkSpec, Host, HostApi, HostConfig, HostError};
+use coppice_host::{ForkSpec, Host, HostApi, HostConfig, HostError, RoomConfig};
 use coppice_image::Catalog;
 use coppice_image::catalog::TemplateInfo;
 use coppice_net::dns::DnsConfig;
@@ -69,7 +73,11 @@ async fn start_with_dns(
     slots: &Arc<FakeSlots>,
     dns: Option<DnsConfig>,
 ) -> Arc<Host> {
-    let config = HostConfig {
+    Host::start(config(data, engine, slots, dns)).await.unwrap()
+}
+
+fn config(data: &DataDir, engine: &Arc<FakeEngine>, slots: &Arc<FakeSlots>, dns: Option<DnsConfig>) -> HostConfig {
+    HostConfig {
         data_dir: data.clone(),
         engine: Arc::clone(engine) as Arc<dyn Engine>,
         slots: Arc::clone(slots) as Arc<dyn Slots>,
@@ -77,9 +85,9 @@ async fn start_with_dns(
         catalog: Catalog::new(data.clone()),
         default_ttl: Duration::from_secs(600),
         max_sandboxes: 64,
+        room: RoomConfig::default(),
         reap_interval: Duration::from_millis(100),
-    };
-    Host::start(config).await.unwrap()
+    }
 }
 
 async fn bake(data: &DataDir, engine: &FakeEngine, scratch: &Path) {
@@ -136,7 +144,7 @@ fn names(dir: &Path) -> BTreeSet<String> {
 }
 
 fn spec(count: i64) -> ForkSpec {
-    ForkSpec { count, metadata: BTreeMap::new() }
+    ForkSpec { count, ..ForkSpec::default() }
 }
 
 impl World {
@@ -180,6 +188,15 @@ impl World {
 
     fn snapshots(&self) -> BTreeSet<String> {
         names(&self.data.snapshots_dir())
+    }
+
+    /// A snapshot that is deleted goes when who was just using it has its files open.
+    async fn no_snapshots(&self) {
+        let deadline = std::time::Instant::now() + Duration::from_secs(5);
+        while !self.snapshots().is_empty() {
+            assert!(std::time::Instant::now() < deadline, "{:?}", self.snapshots());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
     }
 
     /// The same with names that are asked of this resolver.
@@ -242,6 +259,54 @@ async fn a_live_fork_has_memory_and_disk_and_a_disk_fork_only_the_disk() {
     assert_eq!((gone.class(), gone.code()), (ErrorClass::NotFound, "file_not_found"));
     w.exactly([&parent].into_iter().chain(&ids(&live)).chain(&ids(&cold))).await;
     assert!(names(&w.data.staging_dir()).is_empty(), "the common clone of a disk fork stays for no one");
+}
+
+#[tokio::test]
+async fn a_disk_whose_guest_does_not_flush_it_is_cloned_as_it_is_and_that_is_said() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.write(&parent, "/root/disk", "d").await;
+    w.engine.script(|s| s.fail_quiesces = 1);
+    let unflushed = w.host.fork_disk(W, &parent, spec(2)).await.unwrap();
+    assert!(!unflushed.flushed && unflushed.inherited.contains("AS IT WAS ON THE HOST"), "{}", unflushed.inherited);
+    assert_eq!(unflushed.children.len(), 2);
+    let flushed = w.host.fork_disk(W, &parent, spec(1)).await.unwrap();
+    assert!(flushed.flushed && !flushed.inherited.contains("AS IT WAS"), "{}", flushed.inherited);
+    for child in ids(&unflushed).iter().chain(&ids(&flushed)) {
+        assert_eq!(w.read(child, "/root/disk").await.unwrap(), "d");
+    }
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_deleted_while_it_is_used_harms_nobody() {
+    let w = world().await;
+    let source = w.create().await.id;
+    w.write(&source, "/dev/shm/memory", "m").await;
+    for round in 0..8 {
+        let snapshot = w.host.snapshot(W, &source).await.unwrap().id;
+        w.engine.script(|s| s.start_delay = Duration::from_millis(round / 2));
+        let request = CreateSandboxRequest { from_snapshot: Some(snapshot.clone()), ..Default::default() };
+        let delete = async {
+            tokio::time::sleep(Duration::from_millis(round)).await;
+            w.host.delete_snapshot(W, &snapshot).await
+        };
+        let (made, deleted) = tokio::join!(w.host.create(W, request), delete);
+        deleted.unwrap();
+        let mut all = vec![source.clone()];
+        if let Ok(made) = made {
+            assert_eq!(w.read(&made.id, "/dev/shm/memory").await.unwrap(), "m");
+            // Its memory is of a file without a name by now.
+            let child = w.host.fork_tree(W, &made.id, spec(1)).await.unwrap().children.remove(0);
+            assert_eq!(w.read(&child.id, "/dev/shm/memory").await.unwrap(), "m");
+            all.extend([made.id, child.id]);
+        }
+        w.exactly(&all).await;
+        for made in all.drain(1..) {
+            w.host.delete(W, &made).await.unwrap();
+        }
+        w.exactly(&all).await;
+        w.no_snapshots().await;
+    }
 }
 
 #[tokio::test]
@@ -331,7 +396,10 @@ async fn a_policy_holds_from_the_start_in_children_and_after_a_restart() {
     assert_eq!(said_nothing, changed);
     // A change of something else does not bring the old policy back.
     w.host.pause(W, &parent.id).await.unwrap();
-    w.host.set_lifecycle(W, &parent.id, LifecyclePatch { ttl_seconds: Some(500), persistent: None }).await.unwrap();
+    w.host
+        .set_lifecycle(W, &parent.id, LifecyclePatch { ttl_seconds: Some(500), ..LifecyclePatch::default() })
+        .await
+        .unwrap();
     let before = w.slots.taken();
     let w = w.restart().await;
     assert_eq!(w.slots.taken(), before);
@@ -540,7 +608,7 @@ async fn promote_deletes_siblings_of_the_same_fork_only() {
     let w = world().await;
     let parent = w.create().await.id;
     let metadata = [("explore_ttl".to_owned(), "60".to_owned())].into();
-    let fork = w.host.fork_tree(W, &parent, ForkSpec { count: 3, metadata }).await.unwrap();
+    let fork = w.host.fork_tree(W, &parent, ForkSpec { count: 3, metadata, ..ForkSpec::default() }).await.unwrap();
     assert!(fork.children.iter().all(|c| c.ttl_seconds == 60));
     let other = w.host.fork_tree(W, &parent, spec(2)).await.unwrap();
     let winner = fork.children[1].id.clone();
@@ -554,6 +622,74 @@ async fn promote_deletes_siblings_of_the_same_fork_only() {
     assert!(w.host.promote(W, &winner, request.clone()).await.unwrap().deleted.is_empty());
     assert_eq!(w.host.promote(W, &parent, request).await.unwrap_err().code(), "not_a_fork_child");
     w.exactly([&parent, &winner].into_iter().chain(&ids(&other))).await;
+}
+
+#[tokio::test]
+async fn of_siblings_that_are_promoted_at_once_whoever_is_answered_lives() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    for _ in 0..20 {
+        let children = ids(&w.host.fork_tree(W, &parent, spec(3)).await.unwrap());
+        let request = || PromoteRequest { cleanup_siblings: true, tree_id: None };
+        let promoted = futures::future::join_all(children.iter().map(|id| w.host.promote(W, id, request()))).await;
+        let winners: Vec<String> = promoted.iter().flatten().map(|reply| reply.winner.clone()).collect();
+        assert!(!winners.is_empty());
+        for refused in promoted.iter().filter_map(|reply| reply.as_ref().err()) {
+            assert_eq!(refused.class(), ErrorClass::NotFound);
+        }
+        w.exactly([&parent].into_iter().chain(&winners)).await;
+        for id in winners {
+            w.host.delete(W, &id).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_deleted_while_it_is_used_serves_its_users_and_goes_once() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.write(&parent, "/dev/shm/x", "kept").await;
+    for wait in [0u64, 1, 2, 4] {
+        let kept = w.host.snapshot(W, &parent).await.unwrap();
+        w.engine.script(|s| s.start_delay = Duration::from_millis(3));
+        let request = CreateSandboxRequest { from_snapshot: Some(kept.id.clone()), ..Default::default() };
+        let delete = async {
+            tokio::time::sleep(Duration::from_millis(wait)).await;
+            tokio::join!(w.host.delete_snapshot(W, &kept.id), w.host.delete_snapshot(W, &kept.id))
+        };
+        let (made, (once, twice)) = tokio::join!(w.host.create(W, request), delete);
+        assert!(once.is_ok() != twice.is_ok(), "{once:?} {twice:?}");
+        match made {
+            Ok(made) => {
+                assert_eq!(w.read(&made.id, "/dev/shm/x").await.unwrap(), "kept");
+                w.host.delete(W, &made.id).await.unwrap();
+            }
+            Err(e) => assert_eq!(e.code(), "snapshot_not_found", "{}", e.chain()),
+        }
+        w.exactly([&parent]).await;
+        w.no_snapshots().await;
+    }
+}
+
+#[tokio::test]
+async fn a_disk_fork_is_not_disturbed_by_who_opens_the_data_directory() {
+    let w = world().await;
+    let parent = w.create().await.id;
+    w.write(&parent, "/root/disk", "d").await;
+    w.engine.script(|s| s.start_delay = Duration::from_millis(20));
+    let opened = async {
+        // As `coppice template build` does, or a second server before it finds out that it is one.
+        while names(&w.data.staging_dir()).is_empty() {
+            tokio::task::yield_now().await;
+        }
+        DataDir::open(w.data.root()).unwrap();
+        names(&w.data.staging_dir()).len()
+    };
+    let (fork, left) = tokio::join!(w.host.fork_disk(W, &parent, spec(2)), opened);
+    assert_eq!(left, 1);
+    for child in ids(&fork.unwrap()) {
+        assert_eq!(w.read(&child, "/root/disk").await.unwrap(), "d");
+    }
 }
 
 #[tokio::test]

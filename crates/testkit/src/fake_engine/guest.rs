@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -325,16 +326,23 @@ impl Guest for Service {
 
     async fn quiesce(&self, _: Request<QuiesceRequest>) -> Result<Response<QuiesceReply>, Status> {
         self.ready().await?;
+        if self.machine.fails_quiesce() {
+            return Err(Status::deadline_exceeded("the script says so"));
+        }
+        self.machine.frozen.store(true, Ordering::Relaxed);
         Ok(Response::new(QuiesceReply { frozen: true }))
     }
 
     async fn thaw(&self, _: Request<ThawRequest>) -> Result<Response<ThawReply>, Status> {
         self.ready().await?;
-        Ok(Response::new(ThawReply { was_frozen: true }))
+        Ok(Response::new(ThawReply { was_frozen: self.machine.frozen.swap(false, Ordering::Relaxed) }))
     }
 
     async fn hold(&self, _: Request<HoldRequest>) -> Result<Response<HoldReply>, Status> {
         self.ready().await?;
+        if self.machine.frozen.load(Ordering::Relaxed) {
+            return Err(Status::aborted("not every process stood still: the disk is frozen"));
+        }
         Ok(Response::new(HoldReply {}))
     }
 

@@ -40,11 +40,13 @@ pub struct Script {
     pub mute: u32,
     /// So many of the next VMs have a guest that refuses the resume handshake.
     pub refuse_resume: u32,
+    /// So many of the next quiesces fail.
+    pub fail_quiesces: u32,
     /// So many of the next VMs die this long after they were started.
     pub die_after: Option<(u32, Duration)>,
     /// How long each boot and restore takes.
     pub start_delay: Duration,
-    /// How long each capture takes, with the machine paused.
+    /// How long each capture takes, with the machine paused, and each clone of a disk.
     pub capture_delay: Duration,
 }
 
@@ -119,6 +121,20 @@ impl FakeEngine {
     #[must_use]
     pub fn alive(&self) -> Vec<i32> {
         self.shared.machines().keys().copied().collect()
+    }
+
+    /// Pids of the VMs whose virtual CPUs run.
+    #[must_use]
+    pub fn running(&self) -> Vec<i32> {
+        let machines = self.shared.machines();
+        machines.iter().filter(|(_, machine)| machine.runs()).map(|(pid, _)| *pid).collect()
+    }
+
+    /// Pid of the VM that has this id, while it is alive.
+    #[must_use]
+    pub fn pid_of(&self, id: uuid::Uuid) -> Option<i32> {
+        let machines = self.shared.machines();
+        machines.iter().find(|(_, machine)| machine.id() == id).map(|(pid, _)| *pid)
     }
 
     /// Ends a VM as a crash of its VMM would.

@@ -34,6 +34,8 @@ pub(crate) struct Machine {
     port: AtomicU8,
     mute: AtomicBool,
     refuse_resume: AtomicBool,
+    /// Whether the file system stands still.
+    pub frozen: AtomicBool,
     /// Whether the handshake was done since the start.
     pub resumed: Mutex<Option<Vec<u8>>>,
 }
@@ -59,8 +61,13 @@ impl Machine {
             origin,
             mute: AtomicBool::new(false),
             refuse_resume: AtomicBool::new(false),
+            frozen: AtomicBool::new(false),
             resumed: Mutex::new(None),
         }
+    }
+
+    pub fn id(&self) -> uuid::Uuid {
+        self.place.id
     }
 
     pub fn knobs(&self, mute: bool, refuse_resume: bool) {
@@ -112,6 +119,15 @@ impl Machine {
             VmState::Dead(reason) => Err(VmError::Dead { reason }),
             state => Ok(state),
         }
+    }
+
+    /// Whether the script has it that this quiesce fails.
+    pub fn fails_quiesce(&self) -> bool {
+        take(&mut self.shared.script().fail_quiesces)
+    }
+
+    pub fn runs(&self) -> bool {
+        *self.state.borrow() == VmState::Running
     }
 
     /// Waits until the virtual CPUs run. Never answers for a dead machine: its streams are cut by then.
@@ -184,7 +200,7 @@ impl FakeVm {
         };
         let image = image.complete(manifest, durable)?;
         let timings = CaptureTimings { paused: Duration::from_millis(1), ..CaptureTimings::default() };
-        Ok(Captured { image, disk_clone, memory_bytes: 4096, timings })
+        Ok(Captured { image, disk_clone, memory_bytes: 4096, memory_written_bytes: 4096, timings })
     }
 }
 
@@ -270,6 +286,8 @@ impl Vm for FakeVm {
         if take(&mut self.machine.shared.script().no_space) {
             return Err(CaptureError::NoSpace);
         }
+        let delay = self.machine.shared.script().capture_delay;
+        tokio::time::sleep(delay).await;
         let kind = coppice_disk::clone_file(&self.machine.place.disk, dest).map_err(clone_error)?;
         Ok(DiskClone { kind, paused: Duration::from_millis(1) })
     }
