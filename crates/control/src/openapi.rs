@@ -15,8 +15,8 @@ use crate::authorize::{
     TEMPLATE, TOKEN, WORKSPACE,
 };
 use crate::routes::{
-    audit, exec, fork, fs, logs, meta, network, ports, previews, proxy, sandboxes, snapshots, templates, tokens,
-    tunnel, workspaces,
+    audit, changes, exec, fork, fs, host, logs, meta, network, ports, previews, proxy, sandboxes, snapshots, templates,
+    tokens, tunnel, workspaces,
 };
 
 #[derive(OpenApi)]
@@ -86,6 +86,7 @@ pub(crate) fn routes() -> Routes {
         .add(SANDBOX, routes!(fs::read, fs::write, fs::remove))
         .add(SANDBOX, routes!(fs::dir))
         .add(SANDBOX, routes!(fs::stat))
+        .add(SANDBOX, routes!(changes::get, changes::flush))
         .add(FORK, routes!(fork::fork))
         .add(FORK, routes!(fork::fork_tree))
         .add(SANDBOX, routes!(fork::promote))
@@ -109,6 +110,7 @@ pub(crate) fn routes() -> Routes {
         .add(ADMIN_WORKSPACE, routes!(workspaces::tokens))
         .add(ADMIN_NEW_WORKSPACE, routes!(workspaces::create_token))
         .add(ADMIN_WORKSPACE, routes!(workspaces::revoke_token))
+        .add(ADMIN, routes!(host::show))
         .add(ADMIN, routes!(audit::list))
 }
 
@@ -165,6 +167,8 @@ pub(crate) struct Changes;
 pub(crate) struct Creates;
 /// Failures of looking into a sandbox, which wakes it.
 pub(crate) struct Looks;
+/// Failures of comparing a sandbox's disk.
+pub(crate) struct Compares;
 /// Failures of running commands.
 pub(crate) struct Runs;
 /// Failures of uploads.
@@ -179,6 +183,12 @@ impl IntoResponses for Reads {
 impl IntoResponses for Looks {
     fn responses() -> BTreeMap<String, RefOr<Response>> {
         errors(&[400, 401, 403, 404, 409, 500, 503, 507])
+    }
+}
+
+impl IntoResponses for Compares {
+    fn responses() -> BTreeMap<String, RefOr<Response>> {
+        errors(&[400, 401, 404, 409, 500, 503, 507])
     }
 }
 

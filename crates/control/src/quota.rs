@@ -52,6 +52,9 @@ pub(crate) enum Wish<'a> {
     Create(&'a CreateSandboxRequest),
     /// So many children of a sandbox.
     Fork(&'a str, u64),
+    /// One child of a sandbox, which takes its place: the workspace has no more of anything afterwards. While there are two both
+    /// count for others.
+    Successor(&'a str),
     /// A snapshot of a sandbox.
     Snapshot(&'a str),
 }
@@ -128,7 +131,9 @@ impl Quotas {
             let what = size(control, workspace, wish, &holdings).await?;
             let mut book = account.book();
             let there = counted(&mut book, holdings);
-            check(&quota, plus(there, book.promised), what)?;
+            if !matches!(wish, Wish::Successor(_)) {
+                check(&quota, plus(there, book.promised), what)?;
+            }
             book.promised = plus(book.promised, what);
             what
         } else {
@@ -178,7 +183,7 @@ async fn quota(control: &Control, workspace: &str) -> Result<Quota, ApiError> {
 
 fn number(wish: Wish<'_>) -> Usage {
     match wish {
-        Wish::Create(_) => Usage { sandboxes: 1, ..Usage::default() },
+        Wish::Create(_) | Wish::Successor(_) => Usage { sandboxes: 1, ..Usage::default() },
         Wish::Fork(_, count) => Usage { sandboxes: count, ..Usage::default() },
         Wish::Snapshot(_) => Usage { snapshots: 1, ..Usage::default() },
     }
@@ -186,21 +191,25 @@ fn number(wish: Wish<'_>) -> Usage {
 
 async fn size(control: &Control, workspace: &str, wish: Wish<'_>, holdings: &Holdings) -> Result<Usage, ApiError> {
     let source = |id: &str| {
-        let found = holdings.sandboxes.iter().find(|held| held.id == id).cloned();
-        found.ok_or_else(|| ApiError::not_found("sandbox", id))
+        // One that is not there, or that another one took the place of, holds nothing; the host says which it is, and makes nothing.
+        holdings.sandboxes.iter().find(|held| held.id == id).cloned().unwrap_or_default()
     };
     Ok(match wish {
         Wish::Create(request) => {
             let new = control.host().size_of_new(workspace, request).await?;
             Usage { memory_mb: new.memory_mib, disk_mb: new.disk_mib, ..number(wish) }
         }
+        Wish::Successor(id) => {
+            let parent = source(id);
+            Usage { memory_mb: parent.memory_mib, disk_mb: parent.disk_mib, ..number(wish) }
+        }
         Wish::Fork(id, count) => {
-            let parent = source(id)?;
+            let parent = source(id);
             let times = |each: u64| each.saturating_mul(count);
             Usage { memory_mb: times(parent.memory_mib), disk_mb: times(parent.disk_mib), ..number(wish) }
         }
         Wish::Snapshot(id) => {
-            let from = source(id)?;
+            let from = source(id);
             Usage { disk_mb: from.disk_mib.saturating_add(from.memory_mib), ..number(wish) }
         }
     })
@@ -257,7 +266,8 @@ fn minus(a: Usage, b: Usage) -> Usage {
 pub(crate) trait Made: Send + 'static {
     /// Ids of the new sandboxes or snapshots.
     fn ids(&self) -> Vec<String>;
-    /// Whether what nobody waits for any more is deleted. A snapshot is kept: it is whole, and listed.
+    /// Whether what nobody waits for any more is deleted. A snapshot is kept: it is whole, and listed. So is the child of a warm
+    /// fork, which its parent names.
     const UNDONE: bool;
 }
 
@@ -272,6 +282,16 @@ impl Made for Fork {
     const UNDONE: bool = true;
     fn ids(&self) -> Vec<String> {
         self.children.iter().map(|child| child.id.clone()).collect()
+    }
+}
+
+/// A warm fork: its one child is the machine that the parent was.
+pub(crate) struct Moved(pub Fork);
+
+impl Made for Moved {
+    const UNDONE: bool = false;
+    fn ids(&self) -> Vec<String> {
+        self.0.ids()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::extract::State;
-use coppice_api::{Fork, ForkMode, ForkRequest, ForkTreeRequest, PromoteReply, PromoteRequest};
+use coppice_api::{Fork, ForkMode, ForkRequest, ForkTreeRequest, OnTtl, PromoteReply, PromoteRequest};
 use coppice_host::ForkSpec;
 use http::StatusCode;
 
@@ -11,13 +11,17 @@ use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::input::{Input, SandboxId};
 use crate::openapi::{Changes, Creates, OfSandbox};
-use crate::quota::{self, Wish};
+use crate::quota::{self, Moved, Wish};
 use crate::{Control, check};
 
-/// Forks a sandbox's disk.
+/// Forks a sandbox's disk, or moves the sandbox to a child.
 ///
-/// Children boot from a copy of the parent's disk, what it had not yet written out included. Memory and processes stay
-/// behind.
+/// Mode `disk`: children boot from a copy of the parent's disk, what it had not yet written out included. Memory and processes
+/// stay behind.
+///
+/// Mode `warm`: exactly one child goes on with the parent's memory, processes, disk, address and connections. The parent is
+/// stopped once the child's guest has acknowledged; its record stays, with the child's id as `metadata.successor`. If the fork
+/// fails the parent runs on. A client that hangs up does not undo it.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/fork", tag = "fork", params(OfSandbox),
     request_body(content = Option<ForkRequest>, description = "Empty: one child.",
         example = json!({"count": 2, "metadata": {"try": "b"}})),
@@ -28,17 +32,30 @@ pub(crate) async fn fork(
     SandboxId(id): SandboxId,
     Input(request): Input<ForkRequest>,
 ) -> Answer<(StatusCode, Json<Fork>)> {
+    let spec = spec(request.count, request.metadata, request.on_ttl)?;
     if request.mode == ForkMode::Warm {
-        return Err(ApiError::invalid("fork_mode_unsupported", "mode `warm` is not supported by this server")
-            .hint("POST fork-tree with count 1 keeps memory and processes, and leaves the parent running"));
+        return warm(&control, &caller, id, spec).await;
     }
-    let spec = spec(request.count, request.metadata)?;
     let wish = Wish::Fork(&id, spec.count.unsigned_abs());
     let work = |control: Control, workspace: String| {
         let id = id.clone();
         async move { Ok(control.host().fork_disk(&workspace, &id, spec).await?) }
     };
     answer(quota::make(&control, &caller, wish, work).await?)
+}
+
+async fn warm(control: &Control, caller: &Caller, id: String, spec: ForkSpec) -> Answer<(StatusCode, Json<Fork>)> {
+    if spec.count != 1 {
+        let message =
+            format!("count is {}; a warm fork makes exactly one child, which takes its parent's place", spec.count);
+        return Err(ApiError::invalid("invalid_count", message)
+            .hint("POST fork-tree makes up to 16 children, and leaves the parent running"));
+    }
+    let sandbox = id.clone();
+    let work = |control: Control, workspace: String| async move {
+        Ok(Moved(control.host().fork_warm(&workspace, &sandbox, spec).await?))
+    };
+    answer(quota::make(control, caller, Wish::Successor(&id), work).await?.0)
 }
 
 /// Forks a running sandbox: memory, processes and disk.
@@ -55,7 +72,7 @@ pub(crate) async fn fork_tree(
     SandboxId(id): SandboxId,
     Input(request): Input<ForkTreeRequest>,
 ) -> Answer<(StatusCode, Json<Fork>)> {
-    let spec = spec(request.count, request.metadata)?;
+    let spec = spec(request.count, request.metadata, request.on_ttl)?;
     let wish = Wish::Fork(&id, spec.count.unsigned_abs());
     let work = |control: Control, workspace: String| {
         let id = id.clone();
@@ -64,10 +81,14 @@ pub(crate) async fn fork_tree(
     answer(quota::make(&control, &caller, wish, work).await?)
 }
 
-fn spec(count: Option<i64>, metadata: Option<std::collections::BTreeMap<String, String>>) -> Answer<ForkSpec> {
+fn spec(
+    count: Option<i64>,
+    metadata: Option<std::collections::BTreeMap<String, String>>,
+    on_ttl: Option<OnTtl>,
+) -> Answer<ForkSpec> {
     let metadata = metadata.unwrap_or_default();
     check::metadata(&metadata)?;
-    Ok(ForkSpec { count: check::count(count)?, metadata })
+    Ok(ForkSpec { count: check::count(count)?, metadata, on_ttl })
 }
 
 /// Clients make a garbage sandbox of a success without a child, so there is none.

@@ -2,9 +2,11 @@
 //! its own OpenAPI description.
 
 pub(crate) mod audit;
+pub(crate) mod changes;
 pub(crate) mod exec;
 pub(crate) mod fork;
 pub(crate) mod fs;
+pub(crate) mod host;
 pub(crate) mod logs;
 pub(crate) mod meta;
 pub(crate) mod network;

@@ -132,3 +132,31 @@ async fn a_file_that_can_not_be_read_is_an_error_not_a_short_file() {
     assert_eq!((raw.status, &raw.body[..], raw.complete), (200, &b"abc"[..], false));
     server.fake.quiet().await;
 }
+
+#[tokio::test]
+async fn changes_are_bounded_and_a_get_flushes_nothing() {
+    let server = Server::start().await;
+    let id = server.sandbox();
+    let all = format!("/v1/sandboxes/{id}/changes");
+    server.fake.calls();
+    let (status, seen) = server.json(server.get(&all)).await;
+    assert_eq!(status, 200);
+    // What a guest named it, and nothing that a reader could take for the end of something.
+    assert_eq!(seen["added"][0]["path"], "/root/a\u{1b}[2J\u{85}\n");
+    assert_eq!(seen["added"][0]["type"], "file");
+    assert_eq!((&seen["flushed"], &seen["counts"]["added"]), (&json!(false), &json!(1)));
+    let (_, flushed) = server.json(server.post(&format!("{all}?limit=7&path=%2Froot%2F.%2Fa%20b%2F"), "")).await;
+    assert_eq!(flushed["flushed"], true);
+    let asked: Vec<_> = server.fake.calls().into_iter().filter(|call| call.starts_with("asked")).collect();
+    assert_eq!(asked, ["asked default 1000 / flush=false", "asked default 7 /root/a b flush=true"]);
+    for (query, code) in [
+        ("limit=0", "invalid_limit"),
+        ("limit=10001", "invalid_limit"),
+        ("limit=x", "invalid_limit"),
+        ("path=etc", "path_not_absolute"),
+        ("path=%2Fa%2F..%2Fb", "invalid_path"),
+    ] {
+        let (status, answer) = server.json(server.get(&format!("{all}?{query}"))).await;
+        assert_eq!((status, answer["code"].as_str()), (400, Some(code)), "{query}");
+    }
+}

@@ -290,7 +290,8 @@ async fn mistakes_in_bodies_are_400_with_a_sentence() {
         (&exec, r#"{"cmd":"x","env":{"A=B":"x"}}"#, "invalid_env"),
         (&fork, r#"{"count":0}"#, "invalid_count"),
         (&fork, r#"{"count":17}"#, "invalid_count"),
-        (&fork, r#"{"mode":"warm"}"#, "fork_mode_unsupported"),
+        (&fork, r#"{"mode":"warm","count":2}"#, "invalid_count"),
+        (&fork, r#"{"mode":"warm","count":0}"#, "invalid_count"),
         (&fork, r#"{"mode":"hot"}"#, "invalid_field"),
         (&tree, r#"{"count":-1}"#, "invalid_count"),
         (&tree, r#"{"count":17}"#, "invalid_count"),
@@ -325,7 +326,24 @@ async fn a_sandbox_from_creation_to_its_end() {
     }
     let patch =
         server.call(Method::PATCH, &format!("{path}/lifecycle")).body(r#"{"ttl_seconds":60,"persistent":null}"#);
-    assert_eq!(server.json(patch).await, (200, json!({"ttl_seconds":60,"persistent":true,"idle_seconds":0})));
+    assert_eq!(
+        server.json(patch).await,
+        (200, json!({"ttl_seconds":60,"on_ttl":"delete","persistent":true,"idle_seconds":0}))
+    );
+    let patch = server.call(Method::PATCH, &format!("{path}/lifecycle")).body(r#"{"on_ttl":"hibernate"}"#);
+    assert_eq!(server.json(patch).await.1["on_ttl"], "hibernate");
+    assert_eq!(server.json(server.get(&path)).await.1["on_ttl"], "hibernate");
+    let patch = server.call(Method::PATCH, &format!("{path}/lifecycle")).body(r#"{"on_ttl":"archive"}"#);
+    let (status, refused) = server.json(patch).await;
+    assert!(status == 400 && refused["error"].as_str().unwrap().contains("`hibernate`"), "{refused}");
+    for (fork, body, on_ttl) in [
+        ("fork-tree", "", "hibernate"),
+        ("fork-tree", r#"{"on_ttl":"delete"}"#, "delete"),
+        ("fork", r#"{"on_ttl":"delete"}"#, "delete"),
+    ] {
+        let (status, made) = server.json(server.post(&format!("{path}/{fork}"), body)).await;
+        assert_eq!((status, made["children"][0]["on_ttl"].as_str()), (201, Some(on_ttl)), "{made}");
+    }
     assert_eq!(server.json(server.get(&format!("{path}/lifecycle"))).await.1["ttl_seconds"], 60);
     let gone = server.call(Method::DELETE, &path).send().await.unwrap();
     assert_eq!((gone.status().as_u16(), gone.bytes().await.unwrap().len()), (204, 0));

@@ -111,6 +111,39 @@ async fn each_limit_is_a_limit_and_what_is_deleted_counts_no_more() {
 }
 
 #[tokio::test]
+async fn who_takes_anothers_place_needs_no_room_and_stays_when_nobody_waits() {
+    let (server, token) = limited(&json!({"sandboxes": 1, "memory_mb": 512})).await;
+    let (_, parent) = create(&server, &token).await;
+    let mut id = parent["id"].as_str().unwrap().to_owned();
+    let warm =
+        |id: &str| server.call_as(&token, Method::POST, &format!("/v1/sandboxes/{id}/fork")).body(r#"{"mode":"warm"}"#);
+    for _ in 0..3 {
+        let (status, body) = server.json(warm(&id)).await;
+        assert_eq!((status, &body["mode"], body["children"].as_array().unwrap().len()), (201, &json!("warm"), 1));
+        assert_eq!(usage(&server).await["sandboxes"], 1);
+        assert_eq!(create(&server, &token).await.0, 429);
+        // It has moved: the host says so, and not that it was never there.
+        let (status, body) = server.json(warm(&id)).await;
+        assert_eq!((status, &body["code"]), (409, &json!("sandbox_not_running")), "{body}");
+        id = body_child(&server.json(server.call_as(&token, Method::GET, &format!("/v1/sandboxes/{id}"))).await.1);
+    }
+    server.fake.calls();
+    server.fake.pace.store(300, Ordering::SeqCst);
+    warm(&id).timeout(Duration::from_millis(100)).send().await.unwrap_err();
+    // While there are two both count.
+    assert_eq!(create(&server, &token).await.0, 429);
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    assert!(!server.fake.calls().iter().any(|call| call.starts_with("delete")), "the child is all there is");
+    assert_eq!(usage(&server).await["sandboxes"], 1);
+    assert_eq!(create(&server, &token).await.0, 429);
+}
+
+fn body_child(parent: &Value) -> String {
+    assert_eq!(parent["status"], "stopped");
+    parent["metadata"]["successor"].as_str().unwrap().to_owned()
+}
+
+#[tokio::test]
 async fn a_failure_gives_back_what_was_promised() {
     let (server, token) = limited(&json!({"sandboxes": 1})).await;
     for _ in 0..3 {

@@ -9,12 +9,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use coppice_api::{
-    BootMode, CreateSandboxRequest, DirEntry, ErrorClass, Fork, Lifecycle, LifecyclePatch, Network, NetworkRequest,
-    PromoteReply, PromoteRequest, Sandbox, SandboxStatus, Snapshot, Template,
+    BootMode, ChangeBytes, ChangeCounts, ChangedKind, ChangedPath, Changes, CreateSandboxRequest, DirEntry, ErrorClass,
+    Fork, ForkPoint, ForkPointKind, Lifecycle, LifecyclePatch, Network, NetworkRequest, PromoteReply, PromoteRequest,
+    Sandbox, SandboxStatus, Snapshot, Template,
 };
 use coppice_host::{
-    ByteStream, Coded, DetectedPort, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec, GuestStream, Held,
-    Holdings, HostApi, HostError, HostInfo,
+    ByteStream, ChangesSpec, Coded, DetectedPort, ExecEvent, ExecExit, ExecSpec, ExecStream, FileRead, ForkSpec,
+    GuestStream, Held, Holdings, HostApi, HostError, HostInfo,
 };
 use futures::StreamExt as _;
 use tokio::net::TcpStream;
@@ -224,6 +225,7 @@ impl Fake {
             .map(|index| {
                 let mut child = Sandbox { id: Uuid::new_v4().to_string(), ..parent.clone() };
                 child.metadata = spec.metadata.clone();
+                child.on_ttl = spec.on_ttl.unwrap_or(parent.on_ttl);
                 child.metadata.insert("fork_tree_id".into(), tree_id.clone());
                 child.metadata.insert("fork_parent_id".into(), parent.id.clone());
                 child.metadata.insert("fork_index".into(), index.to_string());
@@ -244,6 +246,7 @@ impl Fake {
             mode: mode.into(),
             inherited: "memory, processes, disk".into(),
             memory_bytes: 7,
+            memory_written_bytes: 7,
             capture: None,
         }
     }
@@ -266,8 +269,14 @@ fn sandbox() -> Sandbox {
         created_at: "2026-01-01T00:00:00Z".into(),
         persistent: false,
         ttl_seconds: 3600,
+        on_ttl: coppice_api::OnTtl::default(),
         error: None,
     }
+}
+
+fn lifecycle(sandbox: &Sandbox, idle_seconds: u64) -> Lifecycle {
+    let Sandbox { ttl_seconds, on_ttl, persistent, .. } = *sandbox;
+    Lifecycle { ttl_seconds, on_ttl, persistent, idle_seconds }
 }
 
 fn entry(name: &str, size: usize, mode: &str) -> DirEntry {
@@ -281,6 +290,10 @@ fn no_file(path: &str) -> HostError {
 #[async_trait]
 impl HostApi for Fake {
     async fn observe(&self) {}
+
+    async fn report(&self) -> Result<coppice_api::HostReport, HostError> {
+        Ok(coppice_api::HostReport { engine: "fake 1".into(), ..coppice_api::HostReport::default() })
+    }
 
     fn info(&self) -> HostInfo {
         HostInfo {
@@ -304,6 +317,7 @@ impl HostApi for Fake {
             from_snapshot: request.from_snapshot,
             network: Network { egress: request.network.and_then(|n| n.egress).unwrap_or_default() },
             persistent: request.persistent.unwrap_or_default(),
+            on_ttl: request.on_ttl.unwrap_or_default(),
             ttl_seconds: request.ttl_seconds.unwrap_or(3600).unsigned_abs(),
             ..sandbox()
         };
@@ -355,15 +369,16 @@ impl HostApi for Fake {
 
     async fn lifecycle(&self, workspace: &str, id: &str) -> Result<Lifecycle, HostError> {
         let sandbox = self.find("lifecycle", workspace, id)?;
-        Ok(Lifecycle { ttl_seconds: sandbox.ttl_seconds, persistent: sandbox.persistent, idle_seconds: 1 })
+        Ok(lifecycle(&sandbox, 1))
     }
 
     async fn set_lifecycle(&self, workspace: &str, id: &str, patch: LifecyclePatch) -> Result<Lifecycle, HostError> {
         let mut sandbox = self.find("set_lifecycle", workspace, id)?;
         sandbox.ttl_seconds = patch.ttl_seconds.map_or(sandbox.ttl_seconds, i64::unsigned_abs);
+        sandbox.on_ttl = patch.on_ttl.unwrap_or(sandbox.on_ttl);
         sandbox.persistent = patch.persistent.unwrap_or(sandbox.persistent);
         self.insert(workspace, sandbox.clone());
-        Ok(Lifecycle { ttl_seconds: sandbox.ttl_seconds, persistent: sandbox.persistent, idle_seconds: 0 })
+        Ok(lifecycle(&sandbox, 0))
     }
 
     async fn network(&self, workspace: &str, id: &str) -> Result<Network, HostError> {
@@ -382,6 +397,34 @@ impl HostApi for Fake {
         self.specs.lock().unwrap().push(spec.clone());
         let acts = self.scripted(&spec.argv[2]);
         Ok(self.play(acts.unwrap_or_else(|| vec![Act::Out(spec.argv[2].clone().into_bytes()), Act::Exit(0)])))
+    }
+
+    async fn changes(&self, workspace: &str, id: &str, spec: ChangesSpec) -> Result<Changes, HostError> {
+        self.find("changes", workspace, id)?;
+        let asked = format!("{} /{} flush={}", spec.limit, spec.below.join("/"), spec.flush);
+        self.called("asked", workspace, &asked)?;
+        let added = ChangedPath {
+            path: "/root/a\u{1b}[2J\u{85}\n".into(),
+            kind: ChangedKind::File,
+            size: 5,
+            size_before: None,
+            mode: "0644".into(),
+            changed: Vec::new(),
+        };
+        Ok(Changes {
+            sandbox_id: id.to_owned(),
+            since: ForkPoint { kind: ForkPointKind::Fork, id: "p".into(), at: "2026-01-01T00:00:00Z".into() },
+            at: "2026-01-01T00:00:01Z".into(),
+            flushed: spec.flush,
+            added: vec![added],
+            modified: Vec::new(),
+            deleted: Vec::new(),
+            counts: ChangeCounts { added: 1, ..ChangeCounts::default() },
+            bytes: ChangeBytes { added: 5, ..ChangeBytes::default() },
+            truncated: false,
+            incomplete: None,
+            note: None,
+        })
     }
 
     async fn read_file(&self, workspace: &str, id: &str, path: &str) -> Result<FileRead, HostError> {
@@ -514,6 +557,21 @@ impl HostApi for Fake {
         Ok(fork)
     }
 
+    async fn fork_warm(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError> {
+        let parent = self.find("fork_warm", workspace, id)?;
+        if parent.status == SandboxStatus::Stopped {
+            return Err(error(ErrorClass::Conflict, "sandbox_not_running", format!("sandbox {id} is stopped")));
+        }
+        let fork = self.fork(workspace, &parent, spec, "warm");
+        let successor = fork.children[0].id.clone();
+        if let Some((_, parent)) = self.sandboxes.lock().unwrap().get_mut(id) {
+            parent.status = SandboxStatus::Stopped;
+            parent.metadata.insert("successor".into(), successor);
+        }
+        self.take_time().await;
+        Ok(fork)
+    }
+
     async fn fork_tree(&self, workspace: &str, id: &str, spec: ForkSpec) -> Result<Fork, HostError> {
         let parent = self.find("fork_tree", workspace, id)?;
         let mut fork = self.fork(workspace, &parent, spec, "fork-tree");
@@ -569,7 +627,11 @@ impl HostApi for Fake {
         let sandboxes = self.sandboxes.lock().unwrap();
         let snapshots = self.snapshots.lock().unwrap();
         Ok(Holdings {
-            sandboxes: sandboxes.iter().filter(|(_, (owner, _))| owner == workspace).map(|(id, _)| held(id)).collect(),
+            sandboxes: sandboxes
+                .iter()
+                .filter(|(_, (owner, sandbox))| owner == workspace && sandbox.status != SandboxStatus::Stopped)
+                .map(|(id, _)| held(id))
+                .collect(),
             snapshots: snapshots.iter().filter(|s| s.workspace == workspace).map(|s| held(&s.id)).collect(),
         })
     }
