@@ -79,7 +79,7 @@ pub enum ColorChoice {
 #[command(subcommand_value_name = "COMMAND")]
 pub enum Command {
     /// Start the server on this host, and print how to reach it
-    Up(commands::up::UpArgs),
+    Up(Box<commands::up::UpArgs>),
     /// Make this host ready: data directory, guest kernel, templates
     Setup(commands::setup::SetupArgs),
     /// Say what this host can do, what is missing, and what to do about it
@@ -119,6 +119,9 @@ pub enum Command {
     /// Look after workspaces: tenants that see nothing of each other
     #[command(subcommand)]
     Workspace(commands::workspace::WorkspaceCommand),
+    /// What the host has, and what fits on it still
+    #[command(subcommand)]
+    Host(commands::host::HostCommand),
     /// Show who changed what (admins)
     Audit(commands::audit::AuditArgs),
     /// Print the versions of this program and of the server

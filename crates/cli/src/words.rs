@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use coppice_client::api::{EgressPolicy, Sandbox, SandboxStatus};
+use coppice_client::api::{ChangeCounts, EgressPolicy, OnTtl, Sandbox, SandboxStatus};
 use jiff::Timestamp;
 
 use crate::table::Tone;
@@ -110,7 +110,11 @@ pub fn ttl(sandbox: &Sandbox) -> String {
     if sandbox.persistent {
         "never".into()
     } else {
-        format!("{} idle", duration(Duration::from_secs(sandbox.ttl_seconds)))
+        let idle = duration(Duration::from_secs(sandbox.ttl_seconds));
+        match sandbox.on_ttl {
+            OnTtl::Delete => format!("{idle} idle"),
+            OnTtl::Hibernate => format!("{idle} idle, hibernates"),
+        }
     }
 }
 
@@ -128,6 +132,28 @@ pub fn egress(policy: &EgressPolicy) -> String {
 #[must_use]
 pub fn count(number: usize, one: &str, many: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { many })
+}
+
+/// `2 added, 1 modified`; `none`.
+#[must_use]
+pub fn changes(counts: &ChangeCounts) -> String {
+    let parts = [(counts.added, "added"), (counts.modified, "modified"), (counts.deleted, "deleted")];
+    let parts: Vec<_> = parts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")).collect();
+    if parts.is_empty() { "none".into() } else { parts.join(", ") }
+}
+
+/// A name that a guest gave, so that it can't move the cursor, break a line, or be read as another: what is not to be seen
+/// is written out.
+#[must_use]
+pub fn name(text: &str) -> String {
+    let hidden = |c: char| {
+        let zero_width_or_order = matches!(
+            c,
+            '\u{ad}' | '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}'
+        );
+        c.is_control() || zero_width_or_order
+    };
+    text.chars().map(|c| if hidden(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
 }
 
 /// A word for `/bin/sh`: quoted only where it must be.
@@ -198,5 +224,6 @@ mod tests {
         assert_eq!(last_line("abcdef", 4), "abc…");
         assert_eq!(short("6f0c1a2b-0000-4000-8000-000000000000"), "6f0c1a2b");
         assert_eq!(short("K0"), "K0");
+        assert_eq!(name("é\u{1b}[2J\n\u{202e}x"), r"é\u{1b}[2J\n\u{202e}x");
     }
 }

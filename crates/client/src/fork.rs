@@ -23,11 +23,14 @@ impl Client {
         count: u32,
         metadata: BTreeMap<String, String>,
     ) -> Result<Fork, ClientError> {
-        let request = ForkTreeRequest {
-            count: Some(i64::from(count)),
-            metadata: if metadata.is_empty() { None } else { Some(metadata) },
-        };
-        let call = || self.v1(Method::POST, &["sandboxes", id, "fork-tree"]).timeout(SLOW).json(&request);
+        let metadata = if metadata.is_empty() { None } else { Some(metadata) };
+        let request = ForkTreeRequest { count: Some(i64::from(count)), metadata, on_ttl: None };
+        self.fork_tree_with(id, &request).await
+    }
+
+    /// The same with everything that can be asked for.
+    pub async fn fork_tree_with(&self, id: &str, request: &ForkTreeRequest) -> Result<Fork, ClientError> {
+        let call = || self.v1(Method::POST, &["sandboxes", id, "fork-tree"]).timeout(SLOW).json(request);
         self.json_retrying("fork the sandbox", call).await
     }
 

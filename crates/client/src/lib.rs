@@ -14,11 +14,13 @@
 //! only; TLS is a proxy's work. Dropping a call's future hangs up, and the server undoes what it had begun.
 #![forbid(unsafe_code)]
 
+mod changes;
 mod error;
 mod exec;
 pub mod explore;
 mod fork;
 mod fs;
+mod host;
 mod logs;
 mod ports;
 mod retry;
@@ -29,6 +31,7 @@ mod templates;
 mod tenants;
 mod transport;
 
+pub use changes::ChangesQuery;
 pub use coppice_api as api;
 pub use error::{ApiError, ClientError};
 pub use exec::{ExecEvent, ExecStream};

@@ -40,9 +40,6 @@ pub struct ExploreArgs {
     /// Keep the winner as a branch, until its TTL, instead of promoting it
     #[arg(long)]
     no_promote: bool,
-    /// Where to look for changed files. Default: /app /work /workspace /root /home
-    #[arg(long, value_name = "DIR")]
-    files: Vec<String>,
 }
 
 pub(crate) async fn run(context: &Context<'_>, args: ExploreArgs) -> Result<(), CliError> {
@@ -65,9 +62,6 @@ pub(crate) async fn run(context: &Context<'_>, args: ExploreArgs) -> Result<(), 
         output.note(&fork.inherited);
         output.note(&format!("{number} ready; parent was paused for {}", words::fine_millis(fork.parent_paused_ms)));
     }));
-    if !args.files.is_empty() {
-        options.capture_roots = args.files;
-    }
     match explore_until(&client, &id, &candidates, &options, interrupted()).await {
         Ok(outcome) => {
             output.result(&outcome, |style| text(style, &outcome))?;
@@ -147,25 +141,51 @@ fn row(outcome: &ExploreOutcome, branch: &Branch) -> Vec<Field> {
         exit,
         plain(format!("{}", branch.score)),
         plain(words::millis(branch.duration_ms)),
-        plain(files(&branch.files_changed)),
+        changed(branch),
         output,
         plain(sandbox),
     ]
 }
 
-/// `3: a.py, b.py, …`
-fn files(list: &[String]) -> String {
-    if list.is_empty() {
-        return "0".into();
+/// `2 added, 1 modified: a.py, b.py, …`
+fn changed(branch: &Branch) -> Field {
+    let Some(changes) = &branch.changes else {
+        let unknown = if branch.changes_error.is_some() { "unknown" } else { "-" };
+        return (unknown.to_owned(), Tone::Dim);
+    };
+    let mut text = words::changes(&changes.counts);
+    let names: Vec<_> =
+        branch.files_changed.iter().take(2).map(|path| path.rsplit('/').next().unwrap_or(path)).collect();
+    if !names.is_empty() {
+        let more = if branch.files_changed.len() > 2 { ", …" } else { "" };
+        text.push_str(&format!(": {}{more}", words::name(&names.join(", "))));
     }
-    let names = list.iter().take(2).map(|path| path.rsplit('/').next().unwrap_or(path));
-    let more = if list.len() > 2 { ", …" } else { "" };
-    format!("{}: {}{more}", list.len(), names.collect::<Vec<_>>().join(", "))
+    plain(text)
 }
 
 #[cfg(test)]
 mod tests {
+    use coppice_client::api::{ChangeBytes, ChangeCounts, Changes, ForkPoint, ForkPointKind};
+
     use super::*;
+
+    fn changes() -> Changes {
+        let since = ForkPoint { kind: ForkPointKind::Fork, id: "p".into(), at: String::new() };
+        Changes {
+            sandbox_id: String::new(),
+            since,
+            at: String::new(),
+            flushed: true,
+            added: Vec::new(),
+            modified: Vec::new(),
+            deleted: Vec::new(),
+            counts: ChangeCounts { added: 3, deleted: 1, ..ChangeCounts::default() },
+            bytes: ChangeBytes::default(),
+            truncated: false,
+            incomplete: None,
+            note: None,
+        }
+    }
 
     #[test]
     fn the_table_marks_the_winner_and_says_what_died() {
@@ -176,6 +196,7 @@ mod tests {
             score: if code == 0 { 1.0 } else { 0.0 },
             duration_ms: 12,
             files_changed: vec!["/root/a.py".into(), "/root/b".into(), "/c".into()],
+            changes: Some(changes()),
             stdout_tail: "ok\n".into(),
             ..Branch::default()
         };
@@ -193,7 +214,7 @@ mod tests {
             failures: std::collections::BTreeMap::new(),
         };
         let text = text(Style { color: false }, &outcome);
-        assert!(text.contains("*  b      0     1      12 ms  3: a.py, b, …"), "{text}");
+        assert!(text.contains("*  b      0     1      12 ms  3 added, 1 deleted: a.py, b, …"), "{text}");
         assert!(text.contains("winner: b, now an independent sandbox: b0000000-1"));
         assert!(text.contains("deleted 1 branch: a0000000"));
         assert!(leftovers(&outcome, true).is_ok());

@@ -1,12 +1,12 @@
-//! `coppice fork`: the disk only; and how the answer of any fork is shown.
+//! `coppice fork`: the disk only, or the whole machine moved to one child; and how the answer of any fork is shown.
 
 use std::fmt::Write as _;
 
 use clap::{Args, ValueEnum};
 use coppice_client::Client;
-use coppice_client::api::{Fork, ForkMode, ForkRequest};
+use coppice_client::api::{Fork, ForkMode, ForkRequest, OnTtl};
 
-use crate::commands::{Context, pair};
+use crate::commands::{Context, OnTtlArg, pair};
 use crate::error::CliError;
 use crate::interrupt::or_undo;
 use crate::output::Style;
@@ -18,12 +18,18 @@ use crate::{resolve, words};
 pub struct ForkArgs {
     /// What to fork: its id, or a unique beginning of it
     sandbox: String,
-    /// Number of children, 1 to 16
+    /// Number of children, 1 to 16; exactly 1 with `--mode warm`
     #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(i64).range(1..=16))]
     count: i64,
     /// What children inherit: the disk, or (warm) disk and memory, and then the one child takes the parent's place
     #[arg(long, value_enum, default_value_t = Mode::Disk)]
     mode: Mode,
+    /// The same as --mode warm
+    #[arg(long, conflicts_with = "mode")]
+    warm: bool,
+    /// What becomes of a child that was idle for its TTL. Default: the same as of the parent
+    #[arg(long, value_enum, value_name = "WHAT")]
+    on_ttl: Option<OnTtlArg>,
     /// For every child
     #[arg(short, long, value_name = "NAME=VALUE", value_parser = pair)]
     metadata: Vec<(String, String)>,
@@ -38,12 +44,19 @@ enum Mode {
 pub(crate) async fn run(context: &Context<'_>, args: ForkArgs) -> Result<(), CliError> {
     let client = context.client()?;
     let id = resolve::sandbox(&client, &args.sandbox).await?;
+    let mode = if args.warm || args.mode == Mode::Warm { ForkMode::Warm } else { ForkMode::Disk };
     let request = ForkRequest {
         count: Some(args.count),
-        mode: if args.mode == Mode::Warm { ForkMode::Warm } else { ForkMode::Disk },
+        mode,
         metadata: (!args.metadata.is_empty()).then(|| args.metadata.into_iter().collect()),
+        on_ttl: args.on_ttl.map(OnTtl::from),
     };
-    let fork = or_undo(client.fork(&id, &request), |fork| undo(&client, fork)).await?;
+    let undo = async |fork: Fork| match (mode, fork.children.first()) {
+        // The parent is stopped: the child is all there is.
+        (ForkMode::Warm, Some(child)) => Ok(format!("sandbox {} has taken the place of {id} all the same", child.id)),
+        _ => undo(&client, fork).await,
+    };
+    let fork = or_undo(client.fork(&id, &request), undo).await?;
     show(context, &fork)
 }
 
@@ -91,6 +104,6 @@ fn text(style: Style, fork: &Fork) -> String {
         let state = (words::status(child.status).to_owned(), words::status_tone(child.status));
         vec![plain(index), plain(&child.id), state, plain(words::millis(child.boot_ms)), plain(words::ttl(child))]
     });
-    text.push_str(&table::render(style, &["#", "child", "status", "ready after", "deleted after"], rows.collect()));
+    text.push_str(&table::render(style, &["#", "child", "status", "ready after", "ends after"], rows.collect()));
     text
 }

@@ -5,6 +5,7 @@ pub mod doctor;
 pub mod explore;
 pub mod fork;
 pub mod fork_tree;
+pub mod host;
 pub mod openapi;
 pub mod port_forward;
 pub mod ports;
@@ -23,12 +24,31 @@ pub mod workspace;
 use std::process::ExitCode;
 
 use coppice_client::Client;
+use coppice_client::api::OnTtl;
 
 use crate::args::{Cli, Command, Global};
 use crate::connect;
 use crate::error::CliError;
 use crate::interrupt::interrupted;
 use crate::output::Output;
+
+/// What becomes of a sandbox that was idle for its TTL, on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum OnTtlArg {
+    /// It is deleted.
+    Delete,
+    /// It hibernates, until it is used again or deleted.
+    Hibernate,
+}
+
+impl From<OnTtlArg> for OnTtl {
+    fn from(arg: OnTtlArg) -> Self {
+        match arg {
+            OnTtlArg::Delete => Self::Delete,
+            OnTtlArg::Hibernate => Self::Hibernate,
+        }
+    }
+}
 
 /// What a command can reach.
 pub(crate) struct Context<'a> {
@@ -48,7 +68,7 @@ pub async fn run(cli: Cli, output: &Output) -> Result<ExitCode, CliError> {
     let context = Context { global: &cli.global, output };
     // Boxed: the futures of all commands in one would be large.
     let done = match cli.command {
-        Command::Up(args) => return Box::pin(up::run(&context, args)).await,
+        Command::Up(args) => return Box::pin(up::run(&context, *args)).await,
         Command::Setup(args) => plain(setup::run(&context, args)).await,
         Command::Doctor(args) => plain(doctor::run(&context, args)).await,
         Command::Openapi => openapi::run(&context),
@@ -64,6 +84,7 @@ pub async fn run(cli: Cli, output: &Output) -> Result<ExitCode, CliError> {
         Command::PortForward(args) => Box::pin(port_forward::run(&context, args)).await,
         Command::Token(command) => plain(token::run(&context, command)).await,
         Command::Workspace(command) => plain(workspace::run(&context, command)).await,
+        Command::Host(command) => plain(host::run(&context, command)).await,
         Command::Audit(args) => plain(audit::run(&context, args)).await,
         Command::Tree => plain(tree::run(&context)).await,
         Command::Version => plain(version::run(&context)).await,

@@ -20,7 +20,7 @@ use coppice_control::{
 };
 use coppice_disk::DataDir;
 use coppice_engine::Engine;
-use coppice_host::{Host, HostConfig};
+use coppice_host::{Host, HostConfig, RoomConfig};
 use coppice_image::Catalog;
 use coppice_net::Slots;
 use coppice_net::dns::DnsConfig;
@@ -33,7 +33,7 @@ use tokio::net::TcpSocket;
 use crate::commands::Context;
 use crate::error::CliError;
 use crate::interrupt::interrupted;
-use crate::server::{self, DnsArgs, EngineArgs, LogArgs, PrepareArgs, VolumeArgs, user};
+use crate::server::{self, DnsArgs, EngineArgs, LogArgs, PrepareArgs, RoomArgs, VolumeArgs, user};
 use crate::words;
 
 /// How often idle sandboxes are looked for.
@@ -55,6 +55,8 @@ pub struct UpArgs {
     /// Most sandboxes on this host
     #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     max_sandboxes: u16,
+    #[command(flatten)]
+    room: RoomArgs,
     /// Creates and forks of a workspace a second; twice as many may come at once. 0: any number
     #[arg(long, default_value_t = 32, value_name = "N")]
     create_rate: u32,
@@ -200,6 +202,7 @@ async fn start_host(
         catalog: Catalog::new(data.clone()),
         default_ttl: Duration::from_secs(args.default_ttl),
         max_sandboxes: usize::from(args.max_sandboxes),
+        room: RoomConfig::from(&args.room),
         reap_interval: REAP_INTERVAL,
     };
     let host = Host::start(config)

@@ -5,6 +5,7 @@ mod engine;
 pub(crate) mod lock;
 mod log;
 mod prepare;
+mod room;
 pub mod user;
 
 pub use dns::DnsArgs;
@@ -12,6 +13,7 @@ pub use engine::{EngineArgs, engine};
 pub use lock::{UpLock, holder};
 pub use log::LogArgs;
 pub use prepare::{PrepareArgs, VolumeArgs, open_data_dir, prepare_templates};
+pub use room::RoomArgs;
 
 use crate::error::CliError;
 

@@ -57,6 +57,17 @@ async fn a_fork_says_first_what_was_inherited() {
 }
 
 #[tokio::test]
+async fn a_fork_is_of_the_disk_or_warm() {
+    let path = format!("POST /v1/sandboxes/{A}/fork");
+    for (more, mode) in [(&[][..], "disk"), (&["--warm"], "warm"), (&["--mode", "warm"], "warm")] {
+        let cloud = Cloud::start().await;
+        let done = cloud.run(&[&["fork", "aaaa", "--json"], more].concat()).await;
+        assert_eq!(done.status.code(), Some(0), "{}", err(&done));
+        assert_eq!(cloud.body(&path), json!({"count": 1, "mode": mode}));
+    }
+}
+
+#[tokio::test]
 async fn ids_are_unique_beginnings() {
     let cloud = Cloud::start().await;
     assert_eq!(cloud.run(&["sandbox", "get", "bb"]).await.status.code(), Some(0));

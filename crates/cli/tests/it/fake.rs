@@ -101,7 +101,7 @@ impl Cloud {
             ("POST", ["sandboxes", _, "exec"]) => {
                 reply(200, &json!({"stdout": "out\n", "stderr": "", "exit_code": 3, "duration_ms": 1}))
             }
-            ("POST", ["sandboxes", id, "fork-tree"]) => reply(201, &fork(id, json_body["count"].as_u64())),
+            ("POST", ["sandboxes", id, "fork" | "fork-tree"]) => reply(201, &fork(id, json_body["count"].as_u64())),
             (_, ["sandboxes", _, "fs", ..]) => self.file(method, &parts, query, body),
             ("GET", ["sandboxes", _, "logs"]) => "one\ntwo\n".into_response(),
             ("GET", ["", "version"]) => reply(200, &json!({"version": "9", "engine": "fake"})),

@@ -15,6 +15,7 @@ async fn wrong_command_lines_end_with_two() {
         &["sandbox"],
         &["sandbox", "exec", "x"],
         &["fork-tree", "x", "-n", "17"],
+        &["fork", "x", "--warm", "--mode", "disk"],
         &["explore", "x"],
         &["explore", "x", "--try", "no-command"],
         &["sandbox", "cp", "a", "b"],

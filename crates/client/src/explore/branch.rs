@@ -1,41 +1,30 @@
-//! One candidate in its own copy of the sandbox: mark the time, run, look what changed, score. Never fails: what goes wrong
-//! is part of the branch.
+//! One candidate in its own copy of the sandbox: run, look what changed, score. Never fails: what goes wrong is part of the
+//! branch.
 
 use std::time::Duration;
 
-use coppice_api::ExecRequest;
+use coppice_api::{ChangedKind, ExecRequest};
 
 use super::{Branch, Candidate, ExploreOptions, select};
-use crate::{Client, ClientError, ExecEvent};
+use crate::{ChangesQuery, Client, ClientError, ExecEvent};
 
 /// Bytes kept of each stream's end.
 const TAIL: usize = 4096;
-/// For the commands around the candidate's own.
-const AROUND: f64 = 20.0;
-/// Most changed files that are named.
-const MAX_FILES: usize = 200;
-
-/// File times advance in ticks of a few milliseconds, and `-newer` is strict: a file written right after the marker could
-/// have the marker's own time. So the marker is set a little into the past. (Where `touch` knows no fractions: the present.)
-const MARK: &str = "m=/tmp/.coppice-explore-marker; touch -d '-0.02 seconds' $m 2>/dev/null || touch $m";
+/// Most entries in each list of what changed.
+const LISTED: usize = 100;
 
 pub(super) async fn run(client: &Client, id: &str, candidate: &Candidate, options: &ExploreOptions) -> Branch {
     let mut branch = Branch { label: candidate.label.clone(), sandbox_id: id.to_owned(), ..Branch::default() };
-    let capture = !options.capture_roots.is_empty();
-    if capture && let Err(error) = around(client, id, MARK.to_owned()).await {
-        branch.error = Some(format!("could not mark the start: {error}"));
-        return branch;
+    let ended = command(client, id, candidate, options.timeout, &mut branch).await;
+    let timed_out = ended.as_ref().is_err_and(ClientError::is_timeout);
+    // Before the score, which may leave files of its own.
+    if options.changes && (ended.is_ok() || timed_out) {
+        look(client, id, &mut branch).await;
     }
-    if let Err(error) = command(client, id, candidate, options.timeout, &mut branch).await {
-        branch.timed_out = error.is_timeout();
+    if let Err(error) = ended {
+        branch.timed_out = timed_out;
         branch.error = Some(error.to_string());
         return branch;
-    }
-    if capture {
-        match around(client, id, find(&options.capture_roots)).await {
-            Ok(stdout) => branch.files_changed = stdout.lines().take(MAX_FILES).map(str::to_owned).collect(),
-            Err(error) => branch.error = Some(format!("could not look for changed files: {error}")),
-        }
     }
     if branch.exit_code == Some(0) {
         match score(client, id, options).await {
@@ -90,20 +79,19 @@ async fn score(client: &Client, id: &str, options: &ExploreOptions) -> Result<f6
     select::score(&reply.stdout)
 }
 
-async fn around(client: &Client, id: &str, cmd: String) -> Result<String, ClientError> {
-    let request = ExecRequest { cmd, timeout_seconds: Some(AROUND), ..ExecRequest::default() };
-    client.exec(id, &request).await.map(|reply| reply.stdout)
-}
-
-fn find(roots: &[String]) -> String {
-    let roots: Vec<String> = roots.iter().map(|root| quote(root)).collect();
-    let newer = "-xdev -type f -newer /tmp/.coppice-explore-marker";
-    format!("find {} {newer} 2>/dev/null | head -n {MAX_FILES}", roots.join(" "))
-}
-
-/// For `/bin/sh`.
-fn quote(text: &str) -> String {
-    format!("'{}'", text.replace('\'', r"'\''"))
+/// What the candidate changed. That it can't be told is no failure of the branch.
+async fn look(client: &Client, id: &str, branch: &mut Branch) {
+    let query = ChangesQuery { limit: Some(LISTED), flush: true, ..ChangesQuery::default() };
+    match client.changes(id, &query).await {
+        Ok(changes) => {
+            let entries = changes.added.iter().chain(&changes.modified);
+            let files = entries.filter(|entry| entry.kind != ChangedKind::Dir);
+            branch.files_changed = files.map(|entry| entry.path.clone()).collect();
+            branch.files_changed.sort();
+            branch.changes = Some(changes);
+        }
+        Err(error) => branch.changes_error = Some(error.to_string()),
+    }
 }
 
 /// Appends, and drops from the front what is beyond [`TAIL`] bytes.
@@ -132,10 +120,5 @@ mod tests {
         assert!(tail.ends_with("éx"));
         push_tail(&mut tail, &"y".repeat(3 * TAIL));
         assert_eq!(tail, "y".repeat(TAIL));
-    }
-
-    #[test]
-    fn roots_are_quoted() {
-        assert!(find(&["/a b".into(), "/it's".into()]).starts_with(r"find '/a b' '/it'\''s' -xdev"));
     }
 }

@@ -14,14 +14,11 @@ use std::fmt;
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-use coppice_api::{Fork, MAX_FORK_COUNT, PromoteRequest, Sandbox};
+use coppice_api::{Changes, ExecRequest, Fork, MAX_FORK_COUNT, PromoteRequest, Sandbox};
 use futures::StreamExt;
 use serde::Serialize;
 
 use crate::{Client, ClientError, Hook};
-
-/// Where changed files are looked for.
-pub const DEFAULT_ROOTS: [&str; 5] = ["/app", "/work", "/workspace", "/root", "/home"];
 
 /// One thing to try.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,8 +43,8 @@ pub struct ExploreOptions {
     pub ttl: Duration,
     /// Promote the winner. Otherwise it stays a child, until its TTL.
     pub promote: bool,
-    /// Directories in which changed files are looked for; empty: don't.
-    pub capture_roots: Vec<String>,
+    /// Look what each candidate changed on its disk.
+    pub changes: bool,
     /// Told of each branch as it ends.
     pub on_branch: Option<Hook<Branch>>,
     /// Told once, when all children are ready.
@@ -62,7 +59,7 @@ impl Default for ExploreOptions {
             score: None,
             ttl: Duration::from_secs(600),
             promote: true,
-            capture_roots: DEFAULT_ROOTS.map(str::to_owned).to_vec(),
+            changes: true,
             on_branch: None,
             on_fork: None,
         }
@@ -77,7 +74,7 @@ impl fmt::Debug for ExploreOptions {
             .field("score", &self.score)
             .field("ttl", &self.ttl)
             .field("promote", &self.promote)
-            .field("capture_roots", &self.capture_roots)
+            .field("changes", &self.changes)
             .finish_non_exhaustive()
     }
 }
@@ -95,8 +92,13 @@ pub struct Branch {
     pub score: f64,
     /// Of its command, in the guest.
     pub duration_ms: u64,
-    /// Files that are newer than the start of the command, at most 200.
+    /// Paths of what is no directory among the first that were added and modified.
     pub files_changed: Vec<String>,
+    /// What its command changed on its disk: counts, and the first 100 of each kind.
+    pub changes: Option<Changes>,
+    /// Why that can't be told.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub changes_error: Option<String>,
     /// End of its standard output.
     pub stdout_tail: String,
     /// End of its standard error.
@@ -159,6 +161,8 @@ pub enum ExploreError {
     },
 }
 
+/// How long the parent may take to write to its disk what it has, seconds.
+const FLUSH: f64 = 5.0;
 /// How long an interrupted exploration waits for the answer of its fork, before it hangs up.
 const LAST_ANSWER: Duration = Duration::from_secs(5);
 
@@ -183,6 +187,14 @@ pub async fn explore_until(
 ) -> Result<ExploreOutcome, ExploreError> {
     check(candidates, options)?;
     tokio::pin!(interrupt);
+    if options.changes {
+        tokio::select! {
+            () = flush(client, sandbox_id) => {}
+            () = &mut interrupt => {
+                return Err(ExploreError::Interrupted { deleted: Vec::new(), failures: BTreeMap::new() });
+            }
+        }
+    }
     let start = Instant::now();
     let count = u32::try_from(candidates.len()).unwrap_or(u32::MAX);
     let metadata =
@@ -211,6 +223,13 @@ pub async fn explore_until(
         }
     };
     settle(client, fork, fork_ms, branches, options).await
+}
+
+/// What the parent has not written to its disk yet is not on the disks that the branches begin with: a file of it that a branch
+/// edits would be told as one that it added. Best effort: nothing but that depends on it.
+async fn flush(client: &Client, sandbox_id: &str) {
+    let request = ExecRequest { cmd: "sync".into(), timeout_seconds: Some(FLUSH), ..ExecRequest::default() };
+    drop(client.exec(sandbox_id, &request).await);
 }
 
 fn check(candidates: &[Candidate], options: &ExploreOptions) -> Result<(), ExploreError> {

@@ -20,6 +20,7 @@ struct Cloud {
     promote_fails: bool,
     promote_deletes_nothing: bool,
     delete_fails: Option<&'static str>,
+    changes_fail: bool,
 }
 
 impl Cloud {
@@ -32,6 +33,7 @@ impl Cloud {
             ("POST", ["fork-tree"]) => self.fork(&body),
             ("POST", ["exec"]) => Self::exec(&id, &body),
             ("POST", ["exec", "stream"]) => self.stream(&body).await,
+            ("POST", ["changes?limit=100"]) => self.changes(&id),
             ("POST", ["promote"]) => self.promote(&id),
             ("DELETE", []) => self.delete(&id),
             _ => reply(404, &json!({"error": seen.line, "code": "no_route"})),
@@ -56,13 +58,29 @@ impl Cloud {
     fn exec(id: &str, body: &Value) -> Response {
         let cmd = body["cmd"].as_str().unwrap();
         let (stdout, exit_code) = match cmd {
-            _ if cmd.starts_with("find ") => ("/root/a.py\n/app/b\n".to_owned(), 0),
             "score" => (format!("scoring\n0.{}\n", id.trim_start_matches('K')), 0),
             "bad score" => ("not a number\n".to_owned(), 0),
             "failing score" => ("1\n".to_owned(), 2),
             _ => (String::new(), 0),
         };
         reply(200, &json!({"stdout": stdout, "stderr": "", "exit_code": exit_code, "duration_ms": 1}))
+    }
+
+    fn changes(&self, id: &str) -> Response {
+        if self.changes_fail {
+            return reply(503, &json!({"error": "too many disks are being compared", "code": "busy"}));
+        }
+        let entry = |path: &str, kind: &str| json!({"path": path, "type": kind, "size": 3, "mode": "0644"});
+        let added = json!([entry("/root/d", "dir"), entry("/root/d/a.py", "file")]);
+        let since = json!({"kind": "fork", "id": "P", "at": "2026-01-01T00:00:00Z"});
+        let counts = json!({"added": 2, "modified": 1, "deleted": 0, "earlier": 0});
+        let bytes = json!({"added": 3, "modified": 3, "deleted": 0});
+        reply(
+            200,
+            &json!({"sandbox_id": id, "since": since, "at": "2026-01-01T00:00:01Z", "flushed": true, "added": added,
+                "modified": [entry("/app/b", "file")], "deleted": [], "counts": counts, "bytes": bytes,
+                "truncated": false}),
+        )
     }
 
     async fn stream(&self, body: &Value) -> Response {
@@ -143,14 +161,30 @@ async fn the_one_that_succeeds_is_promoted_and_the_others_die() {
     let [failed, won, slow, broken] = &outcome.branches[..] else { panic!("{outcome:?}") };
     assert_eq!((failed.exit_code, failed.score, failed.viable), (Some(1), 0.0, false));
     assert_eq!((won.exit_code, won.score, won.stdout_tail.as_str()), (Some(0), 1.0, "out"));
-    assert_eq!(won.files_changed, ["/root/a.py", "/app/b"]);
+    assert_eq!(won.files_changed, ["/app/b", "/root/d/a.py"]);
+    for branch in [failed, won, slow] {
+        let counts = branch.changes.as_ref().unwrap().counts;
+        assert_eq!((counts.added, counts.modified, counts.deleted), (2, 1, 0), "{}", branch.label);
+    }
+    assert!(broken.changes.is_none(), "nobody knows what became of it");
     assert!(slow.timed_out && slow.exit_code.is_none() && slow.stdout_tail == "out");
     assert!(!broken.timed_out && broken.error.is_some());
-    let first = &server.seen()[0];
+    let [flush, first] = &server.seen()[..2] else { panic!() };
+    assert_eq!((flush.line.as_str(), flush.json()["cmd"].as_str()), ("POST /v1/sandboxes/P/exec", Some("sync")));
     assert_eq!(first.line, "POST /v1/sandboxes/P/fork-tree");
     assert_eq!(first.json(), json!({"count": 4, "metadata": {"explore": "1", "explore_ttl": "600"}}));
     let promote = server.seen().into_iter().find(|seen| seen.line.ends_with("promote")).unwrap();
     assert_eq!(promote.json(), json!({"cleanup_siblings": true, "tree_id": "T"}));
+}
+
+#[tokio::test]
+async fn a_branch_whose_changes_cannot_be_told_may_win() {
+    let server = Cloud { changes_fail: true, ..Cloud::default() }.start().await;
+    let outcome = explore(&server.client(), "P", &candidates(&["exit 0"]), &ExploreOptions::default()).await.unwrap();
+    let branch = &outcome.branches[0];
+    assert!(branch.viable && branch.error.is_none() && branch.changes.is_none());
+    assert!(branch.changes_error.as_ref().unwrap().contains("too many disks"));
+    assert_eq!(outcome.winner_id.as_deref(), Some("K0"));
 }
 
 #[tokio::test]
@@ -265,7 +299,7 @@ async fn an_interruption_while_the_fork_is_answered_deletes_every_child_too() {
     let cloud = Cloud::default();
     let server = cloud.start().await;
     let list = candidates(&["exit 0", "exit 0"]);
-    let options = ExploreOptions::default();
+    let options = ExploreOptions { changes: false, ..ExploreOptions::default() };
     let error = explore_until(&server.client(), "P", &list, &options, std::future::ready(())).await.unwrap_err();
     assert!(
         matches!(&error, ExploreError::Interrupted { deleted, failures } if deleted.len() == 2 && failures.is_empty())

@@ -57,14 +57,14 @@ async fn routes_are_those_of_the_contract() {
     client.resume("A").await.unwrap();
     assert_eq!(client.hibernate("A").await.unwrap().status, SandboxStatus::Hibernated);
     assert_eq!(client.wake("A").await.unwrap().status, SandboxStatus::Running);
-    let patch = LifecyclePatch { ttl_seconds: Some(5), persistent: None };
+    let patch = LifecyclePatch { ttl_seconds: Some(5), ..LifecyclePatch::default() };
     assert_eq!(client.set_lifecycle("A", &patch).await.unwrap(), client.lifecycle("A").await.unwrap());
     let allow = NetworkRequest { egress: Some(EgressPolicy::Allow(vec!["example.org:443".into()])) };
     assert_eq!(client.set_network("A", &allow).await.unwrap(), client.network("A").await.unwrap());
     assert_eq!(client.snapshots(Some("A b")).await.unwrap(), []);
     assert_eq!(client.snapshots(None).await.unwrap(), []);
     assert_eq!(client.templates().await.unwrap(), []);
-    let warm = ForkRequest { count: Some(1), mode: ForkMode::Warm, metadata: None };
+    let warm = ForkRequest { count: Some(1), mode: ForkMode::Warm, ..ForkRequest::default() };
     assert_eq!(client.fork("A", &warm).await.unwrap().children[0].id, "B");
     client.fork_tree("A", 3, BTreeMap::from([("a".into(), "b".into())])).await.unwrap();
     let promote = PromoteRequest { cleanup_siblings: true, tree_id: None };

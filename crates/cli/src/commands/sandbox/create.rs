@@ -1,10 +1,10 @@
 //! `coppice sandbox create`
 
 use clap::Args;
-use coppice_client::api::{CreateSandboxRequest, EgressPolicy, NetworkRequest};
+use coppice_client::api::{CreateSandboxRequest, EgressPolicy, NetworkRequest, OnTtl};
 
 use super::network::egress;
-use crate::commands::{Context, pair};
+use crate::commands::{Context, OnTtlArg, pair};
 use crate::error::CliError;
 use crate::interrupt::or_undo;
 use crate::{resolve, words};
@@ -18,10 +18,13 @@ pub struct CreateArgs {
     /// A snapshot instead of a template: its id, or a unique beginning of it
     #[arg(long, value_name = "ID", conflicts_with = "template")]
     from_snapshot: Option<String>,
-    /// Idle seconds after which it is deleted. Default: the server's
+    /// Idle seconds after which it is deleted, or hibernated (see --on-ttl). Default: the server's
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(i64).range(1..))]
     ttl: Option<i64>,
-    /// Never delete it for being idle
+    /// What becomes of it then. Default: delete
+    #[arg(long, value_enum, value_name = "WHAT")]
+    on_ttl: Option<OnTtlArg>,
+    /// Never delete or hibernate it for being idle
     #[arg(long)]
     persistent: bool,
     /// What it may reach: `open` (the internet), `none`, or a list of addresses, CIDRs and names, each with an optional
@@ -46,6 +49,7 @@ pub(crate) async fn run(context: &Context<'_>, args: CreateArgs) -> Result<(), C
         template: from_snapshot.is_none().then_some(args.template),
         from_snapshot,
         ttl_seconds: args.ttl,
+        on_ttl: args.on_ttl.map(OnTtl::from),
         persistent: args.persistent.then_some(true),
         metadata: (!args.metadata.is_empty()).then(|| args.metadata.into_iter().collect()),
         network: args.egress.map(|egress| NetworkRequest { egress: Some(egress) }),
@@ -61,7 +65,7 @@ pub(crate) async fn run(context: &Context<'_>, args: CreateArgs) -> Result<(), C
     if !args.quiet {
         let (ready, ttl) = (words::millis(sandbox.boot_ms), words::ttl(&sandbox));
         let size = format!("{} CPU, {} MiB", sandbox.cpu, sandbox.memory_mb);
-        context.output.note(&format!("{} ({size}) ready after {ready}; deleted after: {ttl}", sandbox.template));
+        context.output.note(&format!("{} ({size}) ready after {ready}; ends after: {ttl}", sandbox.template));
     }
     Ok(())
 }

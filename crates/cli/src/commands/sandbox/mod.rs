@@ -1,5 +1,6 @@
 //! `coppice sandbox …`
 
+mod changes;
 mod cp;
 mod create;
 mod exec;
@@ -12,6 +13,7 @@ mod pause;
 mod resume;
 pub(crate) mod rm;
 mod snapshot;
+mod ttl;
 mod wake;
 
 use std::process::ExitCode;
@@ -42,11 +44,15 @@ pub enum SandboxCommand {
     Logs(logs::LogsArgs),
     /// Copy files and directories in and out
     Cp(cp::CpArgs),
+    /// Show which files it has added, modified and deleted since it was forked or created
+    Changes(changes::ChangesArgs),
     /// Delete sandboxes
     #[command(visible_alias = "delete")]
     Rm(rm::RmArgs),
     /// Show or change what it may reach
     Network(network::NetworkArgs),
+    /// Show or change when it ends, and how
+    Ttl(ttl::TtlArgs),
     /// Stop its virtual CPUs
     Pause(pause::PauseArgs),
     /// Let them run on
@@ -68,8 +74,10 @@ pub(crate) async fn run(context: &Context<'_>, command: SandboxCommand) -> Resul
         SandboxCommand::Get(args) => plain(get::run(context, args)).await,
         SandboxCommand::Logs(args) => plain(logs::run(context, args)).await,
         SandboxCommand::Cp(args) => plain(cp::run(context, args)).await,
+        SandboxCommand::Changes(args) => plain(changes::run(context, args)).await,
         SandboxCommand::Rm(args) => plain(rm::run(context, args)).await,
         SandboxCommand::Network(args) => plain(network::run(context, args)).await,
+        SandboxCommand::Ttl(args) => plain(ttl::run(context, args)).await,
         SandboxCommand::Pause(args) => plain(pause::run(context, args)).await,
         SandboxCommand::Resume(args) => plain(resume::run(context, args)).await,
         SandboxCommand::Hibernate(args) => plain(hibernate::run(context, args)).await,
@@ -91,5 +99,5 @@ fn rows(style: Style, sandboxes: &[Sandbox]) -> String {
             table::plain(parent),
         ]
     });
-    table::render(style, &["sandbox", "template", "status", "age", "deleted after", "forked from"], rows.collect())
+    table::render(style, &["sandbox", "template", "status", "age", "ends after", "forked from"], rows.collect())
 }
