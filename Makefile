@@ -11,7 +11,7 @@ TRIPLE := x86_64-unknown-linux-gnu
 CARGO  := $(shell command -v cargo || echo $(HOME)/.cargo/bin/cargo)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build lint fmt test test-vm demo bench bench-slots clean
+.PHONY: help setup build lint fmt test test-vm stress crash rounds kvm docs demo bench bench-slots clean
 
 help: ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,8 +49,31 @@ test: setup ## Sets everything up, then every test, on real virtual machines (ne
 	$(CARGO) test --workspace --locked
 	@$(MAKE) --no-print-directory test-vm
 
-test-vm: ## Only the tests of `coppice up` on real machines (after `make setup`); PYTEST="-k fork" chooses
-	@venv=$$(sh scripts/venv.sh $(CACHE)) && COPPICE_DATA_DIR=$(DATA) COPPICE_CACHE_DIR=$(CACHE) $$venv/bin/pytest tests $(PYTEST)
+# Side by side, each process with servers of its own: machines wait more than they compute. No more than four processes, for
+# the memory that their machines have.
+test-vm: ## Only the tests of `coppice up` on real machines (after `make setup`); PYTEST="-k fork -n 0" chooses
+	@# With fault points; `cargo test` has made it.
+	@test -x $(TARGET)/debug/coppice || $(CARGO) build --locked -p coppice-cli
+	@venv=$$(sh scripts/venv.sh $(CACHE)) && COPPICE_DATA_DIR=$(DATA) COPPICE_CACHE_DIR=$(CACHE) \
+		$$venv/bin/pytest tests -n auto --maxprocesses 4 --dist worksteal $(PYTEST)
+
+docs: ## Takes real machines through every fork and writes down what each keeps (after `make setup`)
+	@venv=$$(sh scripts/venv.sh $(CACHE)) && COPPICE_WRITE_DOCS=1 COPPICE_DATA_DIR=$(DATA) COPPICE_CACHE_DIR=$(CACHE) \
+	    $$venv/bin/pytest tests/vm/test_fork_matrix.py
+
+# The same tests as in `make test`, which does a small part of each.
+stress: ## Ten minutes of random operations of many clients, and 3,000 rounds of them on fakes; STRESS="SECONDS SEED"
+	STRESS_ROUNDS=3000 $(CARGO) test --locked -p coppice-host --test with_fake_engine stress
+	@STRESS="$(or $(STRESS),600 1)" $(MAKE) --no-print-directory test-vm PYTEST="-s -o faulthandler_timeout=0 -k test_stress"
+
+crash: ## kill -9 of the server at every fault point, by every operation that comes by it
+	@COPPICE_CRASH=all $(MAKE) --no-print-directory test-vm PYTEST="-k test_crash_points"
+
+rounds: ## 100 rounds of hibernate and wake, 200 of create and delete
+	@COPPICE_ROUNDS=full $(MAKE) --no-print-directory test-vm PYTEST="-s -o faulthandler_timeout=0 -k test_rounds"
+
+kvm: ## The same product where KVM runs unmodified kernels: in a host inside this one (three gigabytes of memory, both CPUs)
+	@COPPICE_NESTED=1 $(MAKE) --no-print-directory test-vm PYTEST="-n 0 -k test_nested_kvm"
 
 # --- demo -------------------------------------------------------------------------------------------------------------
 

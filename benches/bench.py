@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from harness import host, outside
-from harness.paths import PREPARED, binary
+from harness.paths import CACHE, PREPARED, binary
 from harness.server import Server, make_data_dir, prepared_templates, remove_workspace
 from harness.wire import Wire
 
@@ -40,9 +40,16 @@ class Report:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failures: int = 0
+    section: tuple[str, float] | None = None
 
     def head(self, title: str, *inside: str) -> None:
-        """A section: its title, and what is inside its numbers."""
+        """A section: its title, and what is inside its numbers. The one before ends, and says how long it took."""
+        if self.section:
+            before, since = self.section
+            took = time.monotonic() - since
+            self.rows.append({"name": f"section: {before}", "unit": "s", "value": took})
+            print(f"  (this section took {took:.0f} s)")
+        self.section = (title, time.monotonic())
         print(f"\n{title}\n{'-' * len(title)}")
         for line in inside:
             print(f"  {line}")
@@ -92,9 +99,20 @@ class Bench:
             raise Failed(f"{method} {path}: {reply.status} {reply.body.decode(errors='replace')[:300]}")
         return reply.json() if reply.body else None
 
-    def create(self) -> dict[str, Any]:
+    def create(self, template: str | None = None) -> dict[str, Any]:
         """A sandbox."""
-        return self.call("POST", "/v1/sandboxes", {"template": self.template}, 201)
+        return self.call("POST", "/v1/sandboxes", {"template": template or self.template}, 201)
+
+    def put(self, id: str, path: str, text: str) -> None:
+        """Writes a file in it."""
+        file = f"/v1/sandboxes/{id}/fs?path={path}"
+        reply = self.wire.request("PUT", file, text.encode())
+        if reply.status >= 300:
+            raise Failed(f"PUT {file}: {reply}")
+
+    def background(self, id: str, command: str) -> None:
+        """Starts a command in it that goes on by itself."""
+        self.exec(id, f"setsid {command} </dev/null >/dev/null 2>&1 & echo")
 
     def exec(self, id: str, command: str = "true") -> str:
         """Standard output of a command that succeeds."""
@@ -116,9 +134,9 @@ class Bench:
             self.report.failure(f"{what}: {error}")
 
     @contextmanager
-    def sandbox(self) -> Iterator[str]:
+    def sandbox(self, template: str | None = None) -> Iterator[str]:
         """One that is used, and deleted in the end."""
-        id = self.create()["id"]
+        id = self.create(template)["id"]
         try:
             self.exec(id)
             yield id
@@ -278,6 +296,9 @@ def fork_tree(bench: Bench, rounds: dict[int, int]) -> None:
             report.samples(f"{name}: memory copied", [one.fork["memory_bytes"] / MIB for one in done], "MiB")
             report.samples(f"{name}: PSS of each child's VMM", [pss for one in done for pss in one.pss], "MiB")
             report.fact(f"{name}: disk clone", done[0].fork["disk_clone"], done[0].fork["disk_clone"])
+            if count > 1:
+                per = statistics.median(max(one.children) for one in done) / count
+                report.fact(f"{name}: all answered / {count}", per, f"{number(per)} ms per child")
 
 
 def write_file(file: Path, source: memoryview) -> float:
@@ -309,43 +330,252 @@ def write_rates(bench: Bench, rounds: int) -> dict[str, float]:
     return {"fresh pages": fresh, "pages given back just before": recycled}
 
 
-def dirty(bench: Bench, sizes: Sequence[int], rounds: int) -> None:
-    """The pause against the bytes in it."""
-    report = bench.report
-    report.head(
-        "The parent's pause against the memory it owns",
-        "A process in the guest holds so much random memory more; fork-tree of 1. Rate inside the pause =",
-        "memory_bytes / capture.memory (finding and copying). Compared with writing a new file on the same file",
-        "system in this run: one thread, write(2) of 256 MiB of memory, no fsync, until the last write returned.",
-    )
-    writing = write_rates(bench, 5)
-    rates: list[float] = []
-    for size in sizes:
-        done: list[Forked] = []
+# The largest gap of a ticker of a millisecond, milliseconds by the wall clock, since it was last asked. Goes before all
+# other processes of the guest, so that what it misses is not their doing.
+TICKER = r"""
+import os, time
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+last, worst = time.time(), 0.0
+while True:
+    time.sleep(0.001)
+    now = time.time()
+    worst, last = max(worst, now - last), now
+    if os.path.exists('/dev/shm/ask'):
+        os.unlink('/dev/shm/ask')
+        with open('/dev/shm/told.new', 'w') as out:
+            out.write(str(worst * 1000))
+        os.rename('/dev/shm/told.new', '/dev/shm/told')
+        last, worst = time.time(), 0.0
+"""
 
-        def measure(size: int = size, done: list[Forked] = done) -> None:
-            with bench.sandbox() as parent:
-                code = f"import os, time; x = os.urandom({size} << 20); open('/run/filled', 'w'); time.sleep(600)"
-                bench.exec(parent, f'setsid python3 -c "{code}" </dev/null >/dev/null 2>&1 & echo')
-                bench.exec(parent, "until test -e /run/filled; do sleep 0.1; done")
-                for _ in range(rounds):
-                    bench.attempt(f"fork with {size} MiB", lambda: done.append(fork_once(bench, parent, 1)))
+#: What is filled is more than the machine of a template has.
+LARGE = "bench-large"
+LARGE_RECIPE = f'name = "{LARGE}"\nlabel = "For the bench: base with more memory"\nbase = "base"\nmemory_mb = 1024\n'
 
-        bench.attempt(f"parent with {size} MiB", measure)
+
+def make_large(bench: Bench) -> str:
+    """Makes the template of the machines that hold much, in the data directory of this run."""
+    recipe = bench.server.data_dir.parent / "recipes" / LARGE / "recipe.toml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(LARGE_RECIPE)
+    command = [str(bench.server.program), "template", "build", LARGE, "--recipes", str(recipe.parents[1])]
+    command += ["--data-dir", str(bench.server.data_dir), "--cache-dir", str(CACHE)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600)
+    if done.returncode != 0:
+        raise Failed(f"`template build {LARGE}` ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    with bench.sandbox(LARGE):
+        return LARGE
+
+
+@dataclass
+class Filled:
+    """A parent that holds much memory, and a ticker."""
+
+    bench: Bench
+    id: str
+
+    def start(self, size: int) -> None:
+        """Starts both, and waits until they are there."""
+        code = (
+            f"import os, time; x = bytearray(os.urandom(1 << 20)) * {size}; open('/run/filled', 'w'); time.sleep(900)"
+        )
+        self.bench.background(self.id, f'python3 -c "{code}"')
+        self.bench.exec(self.id, "until test -e /run/filled; do sleep 0.1; done")
+        self.bench.put(self.id, "/root/ticker.py", TICKER)
+        self.bench.background(self.id, "python3 /root/ticker.py")
+        self.gap()
+
+    def gap(self) -> float:
+        """The ticker's largest gap since the last question."""
+        ask = (
+            "rm -f /dev/shm/told; : >/dev/shm/ask; until test -e /dev/shm/told; do sleep 0.01; done; cat /dev/shm/told"
+        )
+        return float(self.bench.exec(self.id, ask))
+
+    def idle(self) -> float:
+        """The gap while nothing happens."""
+        self.gap()
+        time.sleep(0.5)
+        return self.gap()
+
+    def beside_a_create(self) -> float:
+        """The gap while another machine starts on the host: the same work as that for a child, and no capture."""
+        self.gap()
+        with self.bench.sandbox(LARGE):
+            return self.gap()
+
+    def fork(self) -> "Stalled":
+        """One fork, with the gap around it."""
+        self.gap()
+        forked = fork_once(self.bench, self.id, 1)
+        return Stalled(forked, self.gap())
+
+    def fork_while_a_child_lives(self) -> "Stalled":
+        """The second of two forks, whose first has a child that is still there."""
+        first = self.bench.call("POST", f"/v1/sandboxes/{self.id}/fork-tree", {"count": 1}, 201)
+        try:
+            return self.fork()
+        finally:
+            self.bench.delete(*(child["id"] for child in first["children"]))
+
+
+@dataclass
+class Stalled:
+    """One fork, and what the parent's guest saw of it."""
+
+    forked: Forked
+    gap: float
+
+    @property
+    def paused(self) -> float:
+        """By the host's clock."""
+        return float(self.forked.fork["parent_paused_ms"])
+
+    @property
+    def publish(self) -> float:
+        """After the pause."""
+        return float(self.forked.fork["capture"]["publish"])
+
+    @property
+    def written(self) -> float:
+        """Bytes that went to the image, MiB."""
+        return float(self.forked.fork["memory_written_bytes"]) / MIB
+
+
+@dataclass
+class Forks:
+    """All forks of parents of one size."""
+
+    first: list[Stalled] = field(default_factory=list)
+    later: list[Stalled] = field(default_factory=list)
+    beside: list[Stalled] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+    create: list[float] = field(default_factory=list)
+
+
+def measure_parent(bench: Bench, size: int, later: int, into: Forks) -> None:
+    """A parent of its own: only its first fork is a first one."""
+    with bench.sandbox(LARGE) as id:
+        parent = Filled(bench, id)
+        parent.start(size)
+        into.idle.append(parent.idle())
+        into.create.append(parent.beside_a_create())
+        into.first.append(parent.fork())
+        for _ in range(later):
+            bench.attempt(f"later fork with {size} MiB", lambda: into.later.append(parent.fork()))
+        bench.attempt(
+            f"fork with {size} MiB beside a child", lambda: into.beside.append(parent.fork_while_a_child_lives())
+        )
+
+
+def show_stalls(report: Report, size: int, forks: Forks) -> None:
+    """Host pause and guest's stall."""
+    name, every = f"{size} MiB more", [*forks.first, *forks.later]
+    paused = report.samples(f"{name}: parent_paused_ms", [one.paused for one in every], "ms")
+    parts(report, f"{name}: capture", [one.forked.fork.get("capture") for one in every], CAPTURE_PARTS)
+    gap = report.samples(f"{name}: largest gap in the guest", [one.gap for one in every], "ms")
+    report.samples(f"{name}: the same when idle", forks.idle, "ms")
+    report.samples(f"{name}: the same beside a create", forks.create, "ms")
+    if any(one.gap < one.paused for one in every):
+        report.failure("a gap is shorter than the pause: the guest's clock was not stepped to the host's after it")
+    report.fact(f"{name}: gap / pause", gap / paused, f"{gap / paused:.2f}")
+
+
+def show_second(report: Report, size: int, forks: Forks) -> None:
+    """The second fork against the first one."""
+    name = f"{size} MiB more"
+    kinds = {"first fork": forks.first, "later fork": forks.later, "later, child alive": forks.beside}
+    medians: dict[str, dict[str, float]] = {}
+    for kind, done in kinds.items():
         if not done:
             continue
-        report.samples(f"{size} MiB more: parent_paused_ms", [one.fork["parent_paused_ms"] for one in done], "ms")
-        parts(report, f"{size} MiB more: capture", [one.fork.get("capture") for one in done], CAPTURE_PARTS)
-        report.samples(f"{size} MiB more: memory copied", [one.fork["memory_bytes"] / MIB for one in done], "MiB")
-        report.samples(f"{size} MiB more: all children answered", [max(one.children) for one in done], "ms")
-        rate = [one.pause_rate for one in done if one.pause_rate]
+        medians[kind] = {
+            "answered": report.samples(f"{name}: {kind}, HTTP answer", [one.forked.answered for one in done], "ms"),
+            "publish": report.samples(f"{name}: {kind}, publish", [one.publish for one in done], "ms"),
+            "written": report.samples(f"{name}: {kind}, written", [one.written for one in done], "MiB"),
+        }
+    first = medians.get("first fork")
+    for kind, row in medians.items():
+        if first and row is not first:
+            ratios = {what: row[what] / first[what] for what in row}
+            report.fact(
+                f"{name}: {kind} / first fork",
+                ratios,
+                ", ".join(f"{what} {value:.2f}" for what, value in ratios.items()),
+            )
+
+
+def dirty(bench: Bench, sizes: Sequence[int], parents: int, later: int) -> None:
+    """The pause against the bytes in it, from outside and from inside; the second fork against the first."""
+    report = bench.report
+    report.head(
+        "The parent's pause against the memory it owns, and its second fork against the first",
+        "Parents of 1 GiB, each with a process that holds so many MiB more; fork-tree of 1, whose child is deleted",
+        "before the next one. Rate inside the pause = memory_bytes / capture.memory (finding and copying).",
+        "Largest gap: of a process in the parent that looks at the wall clock every millisecond with real-time",
+        "  priority, between a question before the request and one after the child was used and deleted: holding",
+        "  the guest's processes, the pause (in which its clock stands still; it is stepped after it), releasing them;",
+        "  and whatever the host does not let the machine run meanwhile. Idle: the same in half a second in which",
+        "  nothing happens. Beside a create: the same while another sandbox is made, used and deleted.",
+        "Publish: from the end of the pause until the image is complete. Written: of the memory copied, what went",
+        "  to the image's file. Later forks follow the first one of the same parent.",
+        "Compared with writing a new file on the same file system in this run: one thread, write(2) of 256 MiB of",
+        "  memory, no fsync, until the last write returned.",
+    )
+    writing = write_rates(bench, 5)
+    make_large(bench)
+    rates: list[float] = []
+    for size in sizes:
+        forks = Forks()
+        for _ in range(parents):
+            bench.attempt(
+                f"parent with {size} MiB", lambda size=size, forks=forks: measure_parent(bench, size, later, forks)
+            )
+        if not forks.first:
+            continue
+        every = [one.forked for one in [*forks.first, *forks.later]]
+        show_stalls(report, size, forks)
+        report.samples(f"{size} MiB more: memory copied", [one.fork["memory_bytes"] / MIB for one in every], "MiB")
+        rate = [one.pause_rate for one in every if one.pause_rate]
         report.samples(f"{size} MiB more: rate inside the pause", rate, "MiB/s")
+        show_second(report, size, forks)
         rates += rate
     if rates:
         for what, rate in writing.items():
             ratio = statistics.median(rates) / rate
             target = " (target: 0.5 or more)" if what == "fresh pages" else ""
             report.fact(f"inside the pause / {what}", ratio, f"{ratio:.2f}{target}")
+
+
+def wake(bench: Bench, rounds: int) -> None:
+    """A hibernated sandbox until it is of use again."""
+    report = bench.report
+    report.head(
+        "Wake: of a hibernated sandbox",
+        "wake: POST /wake sent -> answered -> POST exec `true` answered. By use: the same command sent to a sandbox",
+        "  that is hibernated, which wakes it. In it: HTTP, slot, disk clone, VMM start, load, handshake, a command.",
+        "  The image was written a moment ago by the hibernation, whose own time is below (POST /hibernate sent ->",
+        "  answered: capture, checksums, and all of it on the disk).",
+    )
+    taken: dict[str, list[float]] = {"hibernate": [], "wake": [], "use": []}
+    with bench.sandbox() as id:
+
+        def once(kind: str) -> None:
+            since = time.perf_counter()
+            bench.call("POST", f"/v1/sandboxes/{id}/hibernate", None, 200)
+            taken["hibernate"].append(millis(since))
+            since = time.perf_counter()
+            if kind == "wake":
+                bench.call("POST", f"/v1/sandboxes/{id}/wake", None, 200)
+            bench.exec(id)
+            taken[kind].append(millis(since))
+
+        for _ in range(rounds):
+            for kind in ("wake", "use"):
+                bench.attempt(f"hibernate and {kind}", lambda kind=kind: once(kind))
+    report.samples("wake -> first exec", taken["wake"], "ms")
+    report.samples("exec of a hibernated sandbox", taken["use"], "ms")
+    report.samples("hibernate", taken["hibernate"], "ms")
 
 
 def clones(bench: Bench, rounds: int) -> None:
@@ -382,6 +612,49 @@ def clones(bench: Bench, rounds: int) -> None:
     if len(medians) == 2:
         ratio = medians[8 * GIB] / medians[GIB]
         report.fact("8 GiB / 1 GiB", ratio, f"{ratio:.2f} (target: 1)")
+
+
+def second_image(bench: Bench, rounds: int) -> None:
+    """Why a second image does not begin as a reflink of the first one."""
+    report = bench.report
+    report.head(
+        "A second image of the same memory: written whole against reflinked",
+        "128 MiB in 4,096 pieces all over a file of 512 MiB. whole: writing them to a new file. reflink: FICLONE of a",
+        "file in which they were just written (its pages are flushed first). Then reading them: of the clone, whose",
+        "pages are not in memory, against the file that was written.",
+    )
+    staging = bench.server.data_dir / "staging"
+    first, clone = staging / "bench-first", staging / "bench-second"
+    piece = os.urandom(32 << 10)
+    taken: dict[str, list[float]] = {"whole": [], "reflink": [], "clone": [], "written": []}
+
+    def pieces(what: str, work: Callable[[int], object]) -> None:
+        since = time.perf_counter()
+        for at in range(0, 512 * MIB, 128 << 10):
+            work(at)
+        taken[what].append(millis(since))
+
+    for _ in range(rounds):
+        try:
+            with first.open("w+b", buffering=0) as source, clone.open("w+b", buffering=0) as target:
+                source.truncate(512 * MIB)
+                pieces("whole", lambda at, to=source: os.pwrite(to.fileno(), piece, at))
+                since = time.perf_counter()
+                fcntl.ioctl(target.fileno(), FICLONE, source.fileno())
+                taken["reflink"].append(millis(since))
+                for what, file in (("written", source), ("clone", target)):
+                    pieces(what, lambda at, of=file: os.pread(of.fileno(), len(piece), at))
+        except OSError as error:
+            report.failure(f"second image: {error}")
+        finally:
+            first.unlink(missing_ok=True)
+            clone.unlink(missing_ok=True)
+    whole = report.samples("whole", taken["whole"], "ms")
+    reflink = report.samples("reflink", taken["reflink"], "ms")
+    written = report.samples("reading what was written", taken["written"], "ms")
+    cold = report.samples("reading the clone", taken["clone"], "ms")
+    ratio = (reflink + cold) / (whole + written)
+    report.fact("reflinked / whole, with reading", ratio, f"{ratio:.1f}")
 
 
 def exec_round_trip(bench: Bench, rounds: int) -> None:
@@ -467,11 +740,8 @@ def throughput(bench: Bench, size: int, rounds: int) -> None:
         "  server in a namespace behind the host (routed and masqueraded twice); the clock runs in the guest.",
     )
     with outside.outside() as far, bench.sandbox() as id:
-        file = f"/v1/sandboxes/{id}/fs?path=/root/sender.py"
-        reply = bench.wire.request("PUT", file, SENDER.encode())
-        if reply.status >= 300:
-            raise Failed(f"PUT {file}: {reply}")
-        bench.exec(id, "setsid python3 /root/sender.py </dev/null >/dev/null 2>&1 & echo")
+        bench.put(id, "/root/sender.py", SENDER)
+        bench.background(id, "python3 /root/sender.py")
         bench.exec(id, "until curl -s -o /dev/null http://127.0.0.1:8000/1; do sleep 0.1; done")
         taken: dict[str, list[float]] = {"proxy": [], "up": [], "down": []}
 
@@ -575,8 +845,10 @@ def run(arguments: argparse.Namespace) -> int:
         quick = arguments.quick
         start(bench, 3 if quick else 10, 2 if quick else 5)
         fork_tree(bench, {1: 2, 4: 1, 16: 1} if quick else {1: 5, 4: 5, 16: 3})
-        dirty(bench, (16, 64, 128), 2 if quick else 3)
+        bench.attempt("dirty", lambda: dirty(bench, (16, 128, 512), 1 if quick else 3, 2 if quick else 3))
+        bench.attempt("wake", lambda: wake(bench, 2 if quick else 5))
         clones(bench, 5 if quick else 11)
+        second_image(bench, 1 if quick else 3)
         exec_round_trip(bench, 20 if quick else 50)
         slots(bench)
         bench.attempt("throughput", lambda: throughput(bench, (16 if quick else 64) * MIB, 2 if quick else 5))

@@ -45,6 +45,10 @@ def test_create_get_list_and_rm(cli: Cli, server: Server) -> None:
     assert id in server.ids()
     row = cli.json("sandbox", "get", id)
     assert (row["id"], row["status"], row["ttl_seconds"], row["metadata"]["task"]) == (id, "running", 900, "a b")
+    assert "deleted after 15 m idle" in cli.ok("sandbox", "ttl", id)
+    changed = cli.json("sandbox", "ttl", id, "--ttl", "800", "--on-ttl", "hibernate")
+    assert (changed["ttl_seconds"], changed["on_ttl"], changed["persistent"]) == (800, "hibernate", False)
+    assert cli.json("sandbox", "get", id)["on_ttl"] == "hibernate"
     assert id in {one["id"] for one in cli.json("sandbox", "list")}
     table = cli.ok("sandbox", "ls")
     assert id in table and "running" in table and "\x1b" not in table
@@ -169,7 +173,8 @@ def test_fork_tree_and_fork_say_in_one_line_what_children_have(
     cli: Cli, sandbox: Sandbox, children: Callable[[str], list[str]]
 ) -> None:
     sh(sandbox, "echo memory >/dev/shm/x; echo disk >/root/x")
-    tree = cli.json("fork-tree", sandbox.id, "-n", "2", "--ttl", "300", "-m", "k=v")
+    tree = cli.json("fork-tree", sandbox.id, "-n", "2", "--ttl", "300", "--on-ttl", "hibernate", "-m", "k=v")
+    assert {child["on_ttl"] for child in tree["children"]} == {"hibernate"}
     ids = [child["id"] for child in tree["children"]]
     assert ids == children(sandbox.id) and {child["ttl_seconds"] for child in tree["children"]} == {300}
     for id in ids:

@@ -67,6 +67,7 @@ def test_every_command_has_a_help_that_says_what_it_does() -> None:
         "wake",
         "snapshot",
         "network",
+        "ttl",
     )
     expected |= {f"sandbox {name}" for name in sandbox}
     expected |= {f"template {name}" for name in ("build", "list", "show", "delete")}
@@ -74,13 +75,13 @@ def test_every_command_has_a_help_that_says_what_it_does() -> None:
     expected |= {f"preview {name}" for name in ("create", "list", "revoke")}
     expected |= {f"snapshot {name}" for name in ("list", "get", "rm")}
     expected |= {f"token {name}" for name in ("create", "list", "revoke")}
-    expected |= {f"workspace {name}" for name in ("list", "show", "set-quota", "delete")} | {"audit"}
+    expected |= {f"workspace {name}" for name in ("list", "show", "set-quota", "delete")} | {"audit", "host show"}
     assert expected - set(seen) == set()
 
 
 def test_up_has_the_options_that_the_docs_promise() -> None:
     text = help_of("up") or ""
-    for option in ("--data-dir", "--listen", "--engine", "--default-ttl", "--dns", "--json"):
+    for option in ("--data-dir", "--listen", "--engine", "--default-ttl", "--memory-overcommit", "--dns", "--json"):
         assert option in text
     assert "/var/lib/coppice" in text and "127.0.0.1:8080" in text and "COPPICE_DATA_DIR" in text
 
@@ -127,7 +128,7 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
     assert gone == []
 
 
-@pytest.mark.parametrize("page", ["SPECIFICATION.md", "docs/threat-model.md"])
+@pytest.mark.parametrize("page", ["SPECIFICATION.md", "docs/threat-model.md", "docs/hazards.md"])
 def test_every_promise_and_everything_that_holds_names_its_test(page: str) -> None:
     rows = re.findall(r"^\|(.+)\|$", (REPO / page).read_text(), re.MULTILINE)
     tested, naked = False, []

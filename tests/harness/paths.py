@@ -17,3 +17,8 @@ def binary() -> Path:
         return Path(given)
     target = os.environ.get("CARGO_TARGET_DIR")
     return (REPO / target if target else REPO / "target") / "release" / "coppice"
+
+
+def dev_binary() -> Path:
+    """The same in the dev profile, with fault points: `cargo test` makes it, and `make test-vm` where it is missing."""
+    return binary().parent.parent / "debug" / "coppice"

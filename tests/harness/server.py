@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,8 @@ class Server:
         self.arguments = list(arguments)
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
+        #: More for its environment.
+        self.env: dict[str, str] = {}
 
     @property
     def api(self) -> str:
@@ -112,6 +114,7 @@ class Server:
         command += ["--no-prepare", *self.arguments]
         # Neither the caller's server nor its token may be found by accident.
         env = {name: text for name, text in os.environ.items() if not name.startswith(("PANDASTACK_", "COPPICE_"))}
+        env |= self.env
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 command,
@@ -150,6 +153,18 @@ class Server:
         self.process.wait(10)
         self.process = None
         until("the other half of a killed server is gone", lambda: not any(host.runs(half) for half in halves), 5, 0.01)
+
+    def die(self, cause: Callable[[], object], within: float = 30.0) -> None:
+        """Does what makes it end by itself, and waits until both halves are gone."""
+        assert self.process is not None, "it does not run"
+        halves = host.children(self.process.pid)
+        cause()
+        try:
+            self.process.wait(within)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end within {within:g} s:\n{self.log_tail(10)}") from None
+        self.process = None
+        until("the other half is gone", lambda: not any(host.runs(half) for half in halves), 5, 0.01)
 
     def stop(self) -> int:
         """Ends it politely and gives its exit code. Its VMs run on."""

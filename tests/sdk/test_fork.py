@@ -184,10 +184,3 @@ def test_a_plain_fork_says_what_it_did_and_cold_is_a_name_of_it(
         delete_after(child["id"])
     assert len(fork["children"]) == 2 and fork["mode"] == "disk" and fork["flushed"] is True
     assert fork.get("snapshot_id") is None and "processes" in fork["inherited"]
-
-
-def test_a_warm_fork_is_refused_until_it_exists(server: Server, wire: Wire, shared: Sandbox) -> None:
-    before = server.ids()
-    reply = wire.json("POST", f"/v1/sandboxes/{shared.id}/fork", {"count": 1, "mode": "warm"})
-    assert reply.status == 400 and "warm" in reply.json()["error"]
-    assert server.ids() == before and shared.refresh().status == "running"

@@ -1,7 +1,7 @@
 """Checklist I as far as this version goes, with the published Python client."""
 
 import pytest
-from pandastack import BadRequestError, Client, NotFoundError
+from pandastack import BadRequestError, Client, NotFoundError, Sandbox
 
 from harness.guest import sh
 from harness.server import Server, prepared_templates
@@ -46,3 +46,16 @@ def test_base_has_what_agents_reach_for(client: Client) -> None:
             assert sh(sandbox, f"command -v {program}").strip()
         # Not held by what was warmed before the capture.
         assert sandbox.exec("pgrep -x python3").exit_code == 1
+
+
+def test_base_has_nothing_that_copies_must_not_share(shared: Sandbox) -> None:
+    """Keys, ids and seeds on the disk would be the same in every machine, and daemons would put clocks back."""
+    for pattern in (
+        "/etc/ssh/ssh_host_*",
+        "/var/lib/dhcp/*",
+        "/var/lib/systemd/random-seed",
+        "/var/lib/dbus/machine-id",
+    ):
+        assert shared.exec(f"ls -d {pattern}").exit_code != 0, pattern
+    daemons = ("sshd", "dhclient", "systemd", "chronyd", "ntpd", "systemd-timesyncd", "systemd-networkd")
+    assert [name for name in daemons if shared.exec(f"pgrep -x {name}").exit_code == 0] == []

@@ -9,7 +9,6 @@ from pandastack import Client, Sandbox
 
 from harness.guest import sh
 from harness.poll import until
-from harness.server import prepared_templates
 from harness.wire import Wire
 
 CHILDREN = 4
@@ -138,45 +137,6 @@ def test_random_numbers_of_a_seeded_process_differ_in_every_copy(witnessed: Sand
     own = everywhere(lambda child: assert_only_after(child, parent)[1:], children)
     drawn = [line["random"] for lines_of in own for line in lines_of] + [line["random"] for line in lines(witnessed)]
     assert len(set(drawn)) == len(drawn)
-
-
-# Says what the shared generators of both draw; waits in between, as an interpreter does for its next line.
-NUMPY = r"""
-import json, random, time
-import numpy
-random.seed(1); numpy.random.seed(1)
-while True:
-    with open('/dev/shm/drawn', 'a') as out:
-        out.write(json.dumps([random.random(), numpy.random.random_sample()]) + '\n')
-    time.sleep(0.02)
-"""
-
-
-def test_numpys_shared_generator_differs_in_every_copy(client: Client) -> None:
-    if "code-interpreter" not in prepared_templates():
-        pytest.skip("no template with numpy is prepared")
-    parent = client.sandboxes.create(template="code-interpreter")
-    children: list[Sandbox] = []
-    count = "wc -l </dev/shm/drawn 2>/dev/null || echo 0"
-    try:
-        start(parent, "draws", NUMPY)
-        until("it draws", lambda: int(sh(parent, count)) > 3, 60)
-        children = parent.fork_tree(CHILDREN)
-
-        def own(one: Sandbox) -> list[list[float]]:
-            before = int(sh(one, count))
-            until("it goes on", lambda: int(sh(one, count)) > before + 3, 20)
-            return [json.loads(line) for line in one.filesystem.read("/dev/shm/drawn").splitlines()]
-
-        everyone = everywhere(own, [*children, parent])
-        # What all have in common is the parent's past, and a line that was in the making.
-        past = next(i for i, rows in enumerate(zip(*everyone, strict=False)) if len({tuple(row) for row in rows}) > 1)
-        for which in (0, 1):
-            drawn = [row[which] for rows in everyone for row in rows[past + 1 :]]
-            assert len(set(drawn)) == len(drawn)
-    finally:
-        for one in [*children, parent]:
-            one.kill()
 
 
 def test_nothing_runs_early_in_a_sandbox_from_a_snapshot(witnessed: Sandbox, client: Client, wire: Wire) -> None:

@@ -453,4 +453,6 @@ def test_a_server_that_ends_without_sandboxes_leaves_nothing_on_the_host(new_ser
     ours = traces.instance(server.data_dir)
     after = everything()
     assert [one for kind in after for one in after[kind] if ours in one] == []
-    assert set(after["links"]) - set(before["links"]) == set(), "links are left"
+    # Other servers (`cpc…`) and networks of other tests (`cpt…`) come and go at the same time.
+    left = [one for one in set(after["links"]) - set(before["links"]) if not one.startswith(("cpc", "cpt"))]
+    assert left == [], "links are left"
