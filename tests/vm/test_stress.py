@@ -34,6 +34,8 @@ CROWD = 10
 PATIENCE = 6.0
 
 RUNNING, PAUSED, ASLEEP, GONE = "running", "paused", "hibernated", "gone"
+#: Another one has taken its place.
+STOPPED = "stopped"
 
 #: Per operation and state: the status code, and the state afterwards.
 MODEL: dict[str, dict[str, tuple[int, str]]] = {
@@ -47,17 +49,23 @@ MODEL: dict[str, dict[str, tuple[int, str]]] = {
     "snapshot": {RUNNING: (201, RUNNING), PAUSED: (201, PAUSED), ASLEEP: (201, RUNNING)},
     "fork-tree": {RUNNING: (201, RUNNING), PAUSED: (409, PAUSED), ASLEEP: (201, RUNNING)},
     "fork": {RUNNING: (201, RUNNING), PAUSED: (409, PAUSED), ASLEEP: (201, RUNNING)},
+    "warm": {RUNNING: (201, STOPPED), PAUSED: (409, PAUSED), ASLEEP: (201, STOPPED)},
     "promote": {RUNNING: (200, RUNNING), PAUSED: (200, PAUSED), ASLEEP: (200, ASLEEP)},
     # What a promotion does to the siblings.
     "lose": {RUNNING: (204, GONE), PAUSED: (204, GONE), ASLEEP: (204, GONE)},
     "delete": {RUNNING: (204, GONE), PAUSED: (204, GONE), ASLEEP: (204, GONE)},
 }
-for answers in MODEL.values():
+#: Of what is stopped the record can be looked at, changed and deleted; what needs a machine is refused.
+OF_STOPPED = {
+    "get": (200, STOPPED), "ttl": (200, STOPPED), "lose": (204, GONE), "delete": (204, GONE),
+}  # fmt: skip
+for name, answers in MODEL.items():
     answers[GONE] = (404, GONE)
+    answers[STOPPED] = OF_STOPPED.get(name, (409, STOPPED))
 #: How often each is chosen.
 WEIGHTS = {
     "exec": 14, "get": 1, "ttl": 1, "pause": 2, "resume": 4, "hibernate": 2, "wake": 2, "snapshot": 1, "fork-tree": 3,
-    "fork": 1, "promote": 1, "delete": 1, "create": 2, "create-from": 2, "delete-snapshot": 1, "list": 1,
+    "fork": 1, "warm": 2, "promote": 1, "delete": 1, "create": 2, "create-from": 2, "delete-snapshot": 1, "list": 1,
 }  # fmt: skip
 
 
@@ -81,6 +89,8 @@ class Box:
     #: The secret of a process that it must have; empty where it has none.
     secret: str = ""
     tree: str = ""
+    #: Who took its place.
+    successor: "Box | None" = None
     #: States that it may be in now.
     may_be: set[str] = field(default_factory=lambda: {RUNNING})
     #: Operations under way, each with all states that it may have met.
@@ -187,8 +197,8 @@ class Stress:
         """What may happen in any state, or because something else happens at the same time."""
         code = reply.json().get("code") if reply.body[:1] == b"{" else ""
         if reply.status in (507, 429) or code == "processes_not_held":
-            return name in ("fork-tree", "fork", "snapshot", "pause", "hibernate", "wake", "exec", "resume")
-        if name == "exec" and met & {PAUSED, ASLEEP, GONE}:
+            return name in ("fork-tree", "fork", "warm", "snapshot", "pause", "hibernate", "wake", "exec", "resume")
+        if name == "exec" and met & {PAUSED, ASLEEP, STOPPED, GONE}:
             # Its machine went, or stood still, under it.
             return reply.status in (500, 504)
         if GONE in met and reply.status == 409:
@@ -294,7 +304,10 @@ class Stress:
     def fork(self, box: Box, name: str, count: int) -> None:
         with self.lock:
             before = box.lines.copy()
-        reply = self.on(name, box, lambda: self.ask("POST", f"/v1/sandboxes/{box.id}/{name}", {"count": count}))
+        path, wish = (f"/v1/sandboxes/{box.id}/{name}", {"count": count})
+        if name == "warm":
+            path, wish = f"/v1/sandboxes/{box.id}/fork", {"mode": "warm"}
+        reply = self.on(name, box, lambda: self.ask("POST", path, wish))
         if reply is None or reply.status != 201:
             return
         fork = reply.json()
@@ -304,12 +317,21 @@ class Stress:
             lines = self.copied(box, before)
             if not fork["flushed"]:
                 lines = Lines(set(), lines.must | lines.may)
-            secret = box.secret if name == "fork-tree" else ""
-            self.add(child["id"], lines, secret, fork["tree_id"])
+            secret = box.secret if name != "fork" else ""
+            one = self.add(child["id"], lines, secret, fork["tree_id"])
+            if name == "warm":
+                with self.lock:
+                    box.successor = one
+                    if box.may_be & {GONE}:
+                        # It may have lost to a sibling meanwhile, and its successor with it.
+                        one.may_be.add(GONE)
 
     def promote(self, box: Box) -> None:
         with self.lock:
             siblings = [one for one in self.boxes.values() if one.tree and one.tree == box.tree and one is not box]
+            for one in siblings:
+                # Whoever took the place of one goes with it.
+                siblings += [one.successor] if one.successor and one.successor not in siblings else []
             losing = [(one, one.begin("lose", set())) for one in siblings]
         reply = self.on(
             "promote", box, lambda: self.ask("POST", f"/v1/sandboxes/{box.id}/promote", {"cleanup_siblings": True})
@@ -335,11 +357,13 @@ class Stress:
             box = (alive[-1] if chance.random() < 0.5 else chance.choice(alive)) if alive else None
             kept = chance.choice(list(self.snapshots)) if self.snapshots else None
             count = chance.randint(1, 2)
-            if name in ("create", "create-from", "fork", "fork-tree") and crowded:
+            if name in ("create", "create-from", "fork", "fork-tree", "warm") and crowded:
                 name = "delete"
-            makes = name in ("create", "create-from", "fork", "fork-tree")
+            makes = name in ("create", "create-from", "fork", "fork-tree", "warm")
             if box is None or (name == "create-from" and kept is None):
                 name, makes = "create", True
+            if box is not None and box.may_be == {STOPPED} and name != "create":
+                name = "delete"
             if name == "delete-snapshot" and (kept is None or len(self.snapshots) < 3):
                 name = "list"
             if name == "snapshot" and len(self.snapshots) > 4:
@@ -369,8 +393,8 @@ class Stress:
             self.exec(box)
         elif name == "snapshot":
             self.snapshot(box)
-        elif name in ("fork", "fork-tree"):
-            self.fork(box, name, 1 if name == "fork" else count)
+        elif name in ("fork", "fork-tree", "warm"):
+            self.fork(box, name, count if name == "fork-tree" else 1)
         elif name == "promote":
             self.promote(box)
         else:
@@ -425,7 +449,7 @@ class Stress:
                 raise Violation(f"snapshots are lost: {lost}")
             for id in listed - set(self.snapshots):
                 assert self.wire.json("DELETE", f"/v1/snapshots/{id}").status in (204, 404)
-            machines = sorted(id for id, box in self.boxes.items() if box.may_be != {ASLEEP})
+            machines = sorted(id for id, box in self.boxes.items() if not box.may_be <= {ASLEEP, STOPPED})
             if sorted(host.vmm_pids(self.server.data_dir).values()) != machines:
                 raise Violation(f"machines are {host.vmm_pids(self.server.data_dir)}, not {machines}")
             self.open = True

@@ -17,6 +17,8 @@ pub(super) enum Status {
     Paused,
     Asleep,
     Failed,
+    /// Another one has taken its place.
+    Stopped,
 }
 
 impl Status {
@@ -26,7 +28,8 @@ impl Status {
             SandboxStatus::Paused => Some(Self::Paused),
             SandboxStatus::Hibernated => Some(Self::Asleep),
             SandboxStatus::Failed => Some(Self::Failed),
-            SandboxStatus::Creating | SandboxStatus::Stopping | SandboxStatus::Stopped => None,
+            SandboxStatus::Stopped => Some(Self::Stopped),
+            SandboxStatus::Creating | SandboxStatus::Stopping => None,
         }
     }
 }
@@ -39,6 +42,8 @@ pub(super) struct One {
     pub settled_ttl: u64,
     pub tree: Option<String>,
     pub promoted: bool,
+    /// Who took its place.
+    pub successor: Option<Id>,
     /// The snapshot of a fork that it keeps.
     pub fork_image: Option<Id>,
 }
@@ -64,6 +69,7 @@ pub(super) enum Op {
     Snapshot(Id),
     ForkTree(Id, i64),
     ForkDisk(Id, i64),
+    ForkWarm(Id),
     Ttl(Id, u64),
     Promote(Id),
     Delete(Id),
@@ -104,6 +110,7 @@ impl Op {
             | Self::Snapshot(id)
             | Self::ForkTree(id, _)
             | Self::ForkDisk(id, _)
+            | Self::ForkWarm(id)
             | Self::Ttl(id, _)
             | Self::Promote(id)
             | Self::Delete(id)
@@ -112,16 +119,18 @@ impl Op {
     }
 
     fn wakes(&self) -> bool {
-        use Op::{Exec, ForkDisk, ForkTree, Resume, Snapshot, Wake};
-        matches!(self, Exec(..) | Resume(_) | Wake(_) | Snapshot(_) | ForkTree(..) | ForkDisk(..))
+        use Op::{Exec, ForkDisk, ForkTree, ForkWarm, Resume, Snapshot, Wake};
+        matches!(self, Exec(..) | Resume(_) | Wake(_) | Snapshot(_) | ForkTree(..) | ForkDisk(..) | ForkWarm(_))
     }
 
     /// Where it leaves a sandbox of this status; None when it is refused.
     fn leads_to(&self, status: Status) -> Option<Status> {
-        use Status::{Asleep, Failed, Paused, Running};
+        use Status::{Asleep, Failed, Paused, Running, Stopped};
         match (self, status) {
+            (Self::Promote(_), Stopped) => None,
             (Self::Ttl(..) | Self::Promote(_), status) => Some(status),
-            (_, Failed) => None,
+            (_, Failed | Stopped) => None,
+            (Self::ForkWarm(_), Running | Asleep) => Some(Stopped),
             (Self::Exec(..) | Self::ForkTree(..) | Self::ForkDisk(..) | Self::Wake(_), Running | Asleep) => {
                 Some(Running)
             }
@@ -199,7 +208,7 @@ impl Round {
                     Op::Crash(id) => {
                         let mut next = state.clone();
                         if let Some(one) = next.sandboxes.get_mut(id)
-                            && one.status != Status::Asleep
+                            && !matches!(one.status, Status::Asleep | Status::Stopped)
                         {
                             one.status = Status::Failed;
                         }
@@ -273,7 +282,7 @@ impl Round {
             Op::Promote(_) => all.extend(self.promoted(index, id, one, next)),
             op => {
                 if let (Some(status), Some(one)) = (op.leads_to(one.status), next.sandboxes.get_mut(id)) {
-                    if one.status == Status::Asleep || status == Status::Asleep {
+                    if one.status == Status::Asleep || matches!(status, Status::Asleep | Status::Stopped) {
                         one.fork_image = None;
                     }
                     one.status = status;
@@ -290,17 +299,26 @@ impl Round {
     /// Whether something in this round ends its machine, or makes it stand still.
     fn takes_machine(&self, id: &Id, one: &One) -> bool {
         self.ops.iter().any(|(op, _)| match op {
-            Op::Pause(other) | Op::Hibernate(other) | Op::Delete(other) | Op::Crash(other) => other == id,
+            Op::Pause(other) | Op::Hibernate(other) | Op::Delete(other) | Op::ForkWarm(other) | Op::Crash(other) => {
+                other == id
+            }
             Op::Promote(other) => other != id && one.tree.is_some(),
             _ => false,
         })
     }
 
-    /// The winner is settled; then its siblings go.
+    /// The winner is settled; then its siblings go, and whoever took the place of one.
     fn promoted(&self, index: usize, id: &Id, one: &One, mut next: State) -> Option<(State, Vec<Step>)> {
         let tree = one.tree.clone()?;
         let siblings = next.sandboxes.iter().filter(|(other, it)| *other != id && it.tree.as_ref() == Some(&tree));
-        let steps = siblings.map(|(other, _)| Step::Lose(index, other.clone())).collect();
+        let mut losers: Vec<Id> = siblings.map(|(other, _)| other.clone()).collect();
+        let mut at = 0;
+        while let Some(loser) = losers.get(at) {
+            let it = next.sandboxes.get(loser).filter(|it| !it.promoted);
+            losers.extend(it.and_then(|it| it.successor.clone()).filter(|id| next.sandboxes.contains_key(id)));
+            at += 1;
+        }
+        let steps = losers.into_iter().map(|loser| Step::Lose(index, loser)).collect();
         let winner = next.sandboxes.get_mut(id)?;
         (winner.promoted, winner.ttl) = (true, winner.settled_ttl);
         Some((next, steps))
