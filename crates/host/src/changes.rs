@@ -23,11 +23,12 @@ use std::time::{Duration, Instant};
 use coppice_api::{
     ChangeBytes, ChangeCounts, ChangedAspect, ChangedKind, ChangedPath, Changes, ErrorClass, ForkPoint, SandboxStatus,
 };
+use coppice_disk::StagingError;
 use coppice_disk::changes::{self as disk_changes, Aspect, Bounds, Changed, Missing};
 use coppice_disk::ext4_read::{Ext4Image, Ext4ReadError, Kind, Patience};
 use jiff::Timestamp;
 use rustix::fs::{CWD, Mode, OFlags};
-use tracing::{debug, warn};
+use tracing::debug;
 use uuid::Uuid;
 
 use crate::Coded;
@@ -75,6 +76,9 @@ pub enum ChangesError {
     /// One of the files can't be used.
     #[error("the disk of the sandbox can't be looked at")]
     Io(#[source] std::io::Error),
+    /// There is no place for a clone of it.
+    #[error("no place could be made for a clone of the sandbox's disk")]
+    Staging(#[from] StagingError),
     /// It can't be cloned.
     #[error(transparent)]
     Clone(#[from] OpError),
@@ -93,7 +97,7 @@ impl Coded for ChangesError {
             Self::NoForkPoint(_) => "fork_point_gone",
             Self::NoReflink(_) => "needs_reflink",
             Self::Busy | Self::Moved(_) => "busy",
-            Self::Io(_) => "disk_failed",
+            Self::Io(_) | Self::Staging(_) => "disk_failed",
             Self::Clone(e) => e.code(),
             Self::Unreadable(Ext4ReadError::Stopped) => "disk_too_large",
             Self::Unreadable(_) => "file_system_unreadable",
@@ -108,7 +112,8 @@ impl Coded for ChangesError {
             Self::Busy | Self::Moved(_) => ErrorClass::Transient,
             Self::Clone(e) => e.class(),
             Self::Io(e) if coppice_disk::is_no_space(e) => ErrorClass::Capacity,
-            Self::Io(_) | Self::Interrupted => ErrorClass::Internal,
+            Self::Staging(StagingError::NoSpace { .. }) => ErrorClass::Capacity,
+            Self::Io(_) | Self::Staging(_) | Self::Interrupted => ErrorClass::Internal,
         }
     }
 
@@ -165,31 +170,25 @@ pub(crate) async fn changes(
 /// A clone of a disk that was flushed and stood still: what a plain fork makes.
 async fn flushed(shared: &Shared, entry: &Arc<Entry>) -> Result<Still, ChangesError> {
     let _in_use = entry.in_use();
-    // Removed when this is done or given up. What a crash leaves of it the next start removes.
-    let clone = Scratch(shared.data.staging_dir().join(format!("changes-{}.ext4", Uuid::new_v4())));
+    // Removed when this is done or given up, and locked until then: others clean up there.
+    let data = shared.data.clone();
+    let staged = tokio::task::spawn_blocking(move || data.stage("changes")).await;
+    let staged = staged.map_err(|_| ChangesError::Interrupted)??;
     let at = Timestamp::now();
     let entry = Arc::clone(entry);
     // In a task of its own: the clone must not appear after it was removed.
     let cloned = tokio::spawn(async move {
-        let captured = entry.ask(|reply| Op::CloneDisk(clone.0.clone(), reply)).await?;
-        let disk = blocking(move || File::open(&clone.0)).await?;
-        Ok::<_, ChangesError>((disk, captured.flushed))
+        let clone = staged.path().join(coppice_snapshot::DISK_FILE);
+        let captured = entry.ask(|reply| Op::CloneDisk(clone.clone(), reply)).await?;
+        let opened = blocking(move || {
+            let disk = File::open(clone)?;
+            drop(staged);
+            Ok(disk)
+        });
+        Ok::<_, ChangesError>((opened.await?, captured.flushed))
     });
     let (disk, flushed) = cloned.await.map_err(|_| ChangesError::Interrupted)??;
     Ok(Still { disk, at, flushed, note: (!flushed).then_some(FLUSH_FAILED) })
-}
-
-/// A file that goes with this.
-struct Scratch(PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_file(&self.0)
-            && error.kind() != std::io::ErrorKind::NotFound
-        {
-            warn!(path = %self.0.display(), %error, "can't be removed");
-        }
-    }
 }
 
 /// The disk without asking anybody: that of a machine through a clone without a name, that of an image itself.

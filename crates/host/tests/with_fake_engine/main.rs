@@ -21,7 +21,7 @@ use coppice_api::{
 use coppice_disk::DataDir;
 use coppice_engine::{BootSpec, CapturePlan, Engine, VmPlace};
 use coppice_guest_proto::v1::ResumeReason;
-use coppice_host::{ForkSpec, Host, HostApi, HostConfig, HostError, RoomConfig};
+use coppice_host::{ChangesSpec, ForkSpec, Host, HostApi, HostConfig, HostError, RoomConfig};
 use coppice_image::Catalog;
 use coppice_image::catalog::TemplateInfo;
 use coppice_net::dns::DnsConfig;
@@ -671,21 +671,38 @@ async fn a_snapshot_that_is_deleted_while_it_is_used_serves_its_users_and_goes_o
     }
 }
 
+/// Opens the data directory while something is being staged there, as `coppice template build` does, or a second server before
+/// it finds out that it is one. Answers how much is staged then.
+async fn opened_meanwhile(w: &World) -> usize {
+    let deadline = std::time::Instant::now() + Duration::from_secs(10);
+    while names(&w.data.staging_dir()).is_empty() {
+        assert!(std::time::Instant::now() < deadline, "nothing was staged");
+        tokio::task::yield_now().await;
+    }
+    DataDir::open(w.data.root()).unwrap();
+    names(&w.data.staging_dir()).len()
+}
+
+#[tokio::test]
+async fn a_look_at_a_flushed_disk_is_not_disturbed_by_who_opens_the_data_directory() {
+    let w = world().await;
+    let id = w.create().await.id;
+    w.engine.script(|s| s.capture_delay = Duration::from_millis(20));
+    let spec = ChangesSpec { limit: 10, below: Vec::new(), flush: true };
+    let (looked, left) = tokio::join!(w.host.changes(W, &id, spec), opened_meanwhile(&w));
+    assert_eq!(left, 1);
+    // It was cloned and opened; a fake's disk has no file system.
+    assert_eq!(looked.unwrap_err().code(), "file_system_unreadable");
+    assert!(names(&w.data.staging_dir()).is_empty());
+}
+
 #[tokio::test]
 async fn a_disk_fork_is_not_disturbed_by_who_opens_the_data_directory() {
     let w = world().await;
     let parent = w.create().await.id;
     w.write(&parent, "/root/disk", "d").await;
     w.engine.script(|s| s.start_delay = Duration::from_millis(20));
-    let opened = async {
-        // As `coppice template build` does, or a second server before it finds out that it is one.
-        while names(&w.data.staging_dir()).is_empty() {
-            tokio::task::yield_now().await;
-        }
-        DataDir::open(w.data.root()).unwrap();
-        names(&w.data.staging_dir()).len()
-    };
-    let (fork, left) = tokio::join!(w.host.fork_disk(W, &parent, spec(2)), opened);
+    let (fork, left) = tokio::join!(w.host.fork_disk(W, &parent, spec(2)), opened_meanwhile(&w));
     assert_eq!(left, 1);
     for child in ids(&fork.unwrap()) {
         assert_eq!(w.read(&child, "/root/disk").await.unwrap(), "d");
