@@ -615,7 +615,7 @@ impl Actor {
     }
 
     /// And lets its processes go on.
-    async fn put_clock_right(&self, session: &coppice_engine::GuestSession) -> Result<(), OpError> {
+    pub(crate) async fn put_clock_right(&self, session: &coppice_engine::GuestSession) -> Result<(), OpError> {
         let record = self.entry.record();
         let request = handshake::unpause(&record).map_err(OpError::Entropy)?;
         let done = handshake::perform(session, &record, request, Instant::now() + handshake::TIMEOUT).await;

@@ -17,8 +17,8 @@ use crate::entry::Entry;
 use crate::fork::{ForkError, Forked, Order, check};
 use crate::host::{Shared, remove_tree};
 use crate::launch::{Origin, millis};
-use crate::record::{ForkKind, SnapshotKind, SnapshotRecord};
-use crate::snapshots::size_of;
+use crate::record::{ForkKind, SnapshotKind};
+use crate::snapshots;
 use crate::store::StoreError;
 
 /// What children of a live fork have, and what they don't.
@@ -60,7 +60,7 @@ async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order) -> Result<
     }
     let (children, errors) = started?;
     coppice_fault::point!("fork-tree.started");
-    record(shared, &order, &image, snapshot_id).await?;
+    record(shared, &order, &image).await?;
     if children.iter().any(|child| !child.is_there(shared)) {
         // Children can be seen before they are answered. If all were deleted before the record, nobody else drops it.
         shared.drop_unreferenced_snapshots().await?;
@@ -99,16 +99,8 @@ async fn run(shared: &Arc<Shared>, parent: &Arc<Entry>, order: Order) -> Result<
 
 /// After the children, whose records refer to it: a snapshot that nothing refers to may be removed at any time. A crash
 /// before this leaves a directory without a record, which the next start removes; VMs go on reading the unlinked file.
-async fn record(shared: &Shared, order: &Order, image: &MachineImage, id: Uuid) -> Result<(), StoreError> {
-    let record = SnapshotRecord {
-        id,
-        workspace: order.parent.workspace.clone(),
-        sandbox_id: order.parent.id,
-        template: order.parent.template.clone(),
-        kind: SnapshotKind::Fork,
-        size_bytes: size_of(image.dir().to_owned()).await,
-        created_at: image.manifest().captured_at,
-    };
+async fn record(shared: &Shared, order: &Order, image: &MachineImage) -> Result<(), StoreError> {
+    let record = snapshots::record_of(&order.parent, image, SnapshotKind::Fork).await;
     let stored = shared.store.put_snapshot(&record).await;
     if stored.is_err() {
         remove_tree(image.dir().to_owned()).await;

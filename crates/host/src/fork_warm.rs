@@ -33,10 +33,9 @@ use crate::fork_tree::{breakdown, disk_clone_word};
 use crate::hibernate::remove_files;
 use crate::host::{Shared, remove_tree};
 use crate::launch::{self, LaunchError, Origin, millis};
-use crate::record::{ForkKind, SandboxRecord, SnapshotKind, SnapshotRecord};
+use crate::record::{ForkKind, SandboxRecord, SnapshotKind};
 use crate::slots;
-use crate::snapshots::size_of;
-use crate::store::StoreError;
+use crate::snapshots;
 use crate::undo::Undo;
 
 /// Why the machine of a stopped sandbox is not there.
@@ -121,7 +120,8 @@ impl Actor {
         undo.push("image", remove_tree(shared.snapshot_dir(image_id)));
         let network = slots::record(&slot, &parent.egress);
         let mut record = order.successor(&parent, image_id, network).ok_or(ForkError::Interrupted)?;
-        record_intent(&shared, &record, undo).await?;
+        // Before the machine stands still: nothing is done then that could be done before.
+        launch::record_intent(&shared, &record, undo).await?;
         coppice_fault::point!("fork-warm.intended");
         let begun = Instant::now();
         self.vm.pause().await.map_err(|source| OpError::Vm { id, what: "forked", source })?;
@@ -152,15 +152,7 @@ impl Actor {
         captured: &Captured,
         image_id: Uuid,
     ) -> Result<(), ForkError> {
-        let image = SnapshotRecord {
-            id: image_id,
-            workspace: parent.workspace.clone(),
-            sandbox_id: parent.id,
-            template: parent.template.clone(),
-            kind: SnapshotKind::Fork,
-            size_bytes: size_of(captured.image.dir().to_owned()).await,
-            created_at: captured.image.manifest().captured_at,
-        };
+        let image = snapshots::record_of(parent, &captured.image, SnapshotKind::Fork).await;
         let mut former = SandboxRecord { last_used_at: self.entry.last_used(), ..parent.clone() };
         former.succeeded_by(child.id);
         if let Err(e) = self.shared.store.put_succession(&former, child, &image).await {
@@ -240,17 +232,6 @@ fn no_child(source: LaunchError) -> ForkError {
     ForkError::NoChild { count: 1, source }
 }
 
-/// Before the machine stands still: nothing is done then that could be done before.
-async fn record_intent(shared: &Arc<Shared>, record: &SandboxRecord, undo: &mut Undo) -> Result<(), StoreError> {
-    let (forget, id) = (Arc::clone(shared), record.id);
-    undo.push("record and files", async move {
-        if let Err(e) = forget.forget(id).await {
-            warn!(error = %e, "the record of a sandbox that did not start can't be removed");
-        }
-    });
-    shared.store.insert_sandbox(record).await
-}
-
 /// A machine whose guest has acknowledged; `record` says that it runs, and is not stored so yet.
 async fn start(
     shared: &Arc<Shared>,
@@ -262,16 +243,7 @@ async fn start(
     let since = Instant::now();
     let place = launch::make_place(shared, record.id, origin).await?;
     let mut boot = BootBreakdown { prepare: millis(since.elapsed()), ..BootBreakdown::default() };
-    let vm = launch::start_vm(shared, origin, place, devices).await?;
-    let kill = Arc::clone(&vm);
-    undo.push("vm", async move {
-        if let Err(e) = kill.kill().await {
-            warn!(error = %e, "the VM of a sandbox that did not start can't be ended");
-        }
-    });
-    if let Some(t) = vm.record().restore {
-        (boot.spawn, boot.load) = (millis(t.spawn), millis(t.load));
-    }
+    let vm = launch::start_vm(shared, origin, place, devices, &mut boot, undo).await?;
     let fork = fork::identity(record);
     let session = launch::acknowledge(&vm, record, origin, ResumeReason::Fork, fork, &mut boot).await?;
     // One that has died since is no successor.

@@ -19,10 +19,9 @@ use uuid::Uuid;
 use crate::actor::{Actor, OpError, Owed};
 use crate::dead_vm::DeadVm;
 use crate::entry::Live;
-use crate::handshake;
 use crate::host::{Shared, remove_tree};
-use crate::record::{SandboxRecord, SnapshotKind, SnapshotRecord};
-use crate::snapshots::size_of;
+use crate::record::{SandboxRecord, SnapshotKind};
+use crate::snapshots;
 
 /// Why the machine of a sandbox that hibernates is not there.
 pub(crate) const NO_MACHINE: &str = "it is hibernated";
@@ -101,15 +100,7 @@ impl Actor {
     /// From here on the sandbox is in its image.
     async fn record_asleep(&mut self, image_id: Uuid, captured: &Captured) -> Result<(), OpError> {
         let awake = self.entry.record();
-        let image = SnapshotRecord {
-            id: image_id,
-            workspace: awake.workspace.clone(),
-            sandbox_id: awake.id,
-            template: awake.template.clone(),
-            kind: SnapshotKind::Hibernation,
-            size_bytes: size_of(captured.image.dir().to_owned()).await,
-            created_at: captured.image.manifest().captured_at,
-        };
+        let image = snapshots::record_of(&awake, &captured.image, SnapshotKind::Hibernation).await;
         let asleep = SandboxRecord {
             status: SandboxStatus::Hibernated,
             image: Some(image_id),
@@ -173,10 +164,7 @@ impl Actor {
         let id = self.id();
         self.vm.resume().await.map_err(|source| OpError::Vm { id, what: "resumed", source })?;
         let Some(session) = session else { return Ok(None) };
-        let record = self.entry.record();
-        let request = handshake::unpause(&record).map_err(OpError::Entropy)?;
-        let done = handshake::perform(&session, &record, request, Instant::now() + handshake::TIMEOUT).await;
-        done.map_err(|source| OpError::Handshake { id, source })?;
+        self.put_clock_right(&session).await?;
         Ok(Some(session))
     }
 }

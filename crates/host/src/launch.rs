@@ -218,19 +218,12 @@ async fn start(
     let since = Instant::now();
 
     // Before the record, which names it. One that no record names is reclaimed at the next start.
-    let slot = slots::take(shared, &record.egress).await?;
-    let (give_back, index) = (Arc::clone(shared), slot.index);
-    undo.push("network slot", async move { slots::put(&give_back, index).await });
+    let slot = slots::take(shared, &record.egress, undo).await?;
+    let index = slot.index;
     record.network = Some(slots::record(&slot, &record.egress));
     coppice_fault::point!("launch.slot");
 
-    let forget = Arc::clone(shared);
-    undo.push("record and files", async move {
-        if let Err(e) = forget.forget(id).await {
-            warn!(error = %e, "the record of a sandbox that did not start can't be removed");
-        }
-    });
-    shared.store.insert_sandbox(&record).await?;
+    record_intent(shared, &record, undo).await?;
     coppice_fault::point!("launch.recorded");
 
     let place = make_place(shared, id, &origin).await?;
@@ -238,20 +231,9 @@ async fn start(
     coppice_fault::point!("launch.placed");
     boot.prepare = millis(since.elapsed());
 
-    let since = Instant::now();
     let nic = Nic { tap: slot.tap, mac: slot.mac };
-    let vm = start_vm(shared, &origin, place, (nic, JailSlot { index })).await?;
-    let kill = Arc::clone(&vm);
-    undo.push("vm", async move {
-        if let Err(e) = kill.kill().await {
-            warn!(error = %e, "the VM of a sandbox that did not start can't be ended");
-        }
-    });
+    let vm = start_vm(shared, &origin, place, (nic, JailSlot { index }), &mut boot, undo).await?;
     coppice_fault::point!("launch.started");
-    match vm.record().restore {
-        Some(t) => (boot.spawn, boot.load) = (millis(t.spawn), millis(t.load)),
-        None => boot.spawn = millis(since.elapsed()),
-    }
 
     let session = acknowledge(&vm, &record, &origin, reason, fork, &mut boot).await?;
 
@@ -277,6 +259,21 @@ async fn start(
     Ok(Launched { entry: Some(entry) })
 }
 
+/// The record of a sandbox that is to be, before there is anything of it.
+pub(crate) async fn record_intent(
+    shared: &Arc<Shared>,
+    record: &SandboxRecord,
+    undo: &mut Undo,
+) -> Result<(), StoreError> {
+    let (forget, id) = (Arc::clone(shared), record.id);
+    undo.push("record and files", async move {
+        if let Err(e) = forget.forget(id).await {
+            warn!(error = %e, "the record of a sandbox that did not start can't be removed");
+        }
+    });
+    shared.store.insert_sandbox(record).await
+}
+
 /// Directories, and a disk of its own.
 pub(crate) async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Result<VmPlace, LaunchError> {
     let (dir, run_dir) = (shared.sandbox_dir(id), shared.vm_dir(id));
@@ -299,22 +296,37 @@ pub(crate) async fn make_place(shared: &Shared, id: Uuid, origin: &Origin) -> Re
     Ok(VmPlace { id, run_dir, disk, console_log: dir.join(CONSOLE_LOG) })
 }
 
+/// The machine, which is not known to be of any use yet.
 pub(crate) async fn start_vm(
     shared: &Shared,
     origin: &Origin,
     place: VmPlace,
     (nic, jail): (Nic, JailSlot),
+    boot: &mut BootBreakdown,
+    undo: &mut Undo,
 ) -> Result<Arc<dyn Vm>, LaunchError> {
-    match origin {
+    let since = Instant::now();
+    let vm: Arc<dyn Vm> = match origin {
         Origin::Image(image) => {
             let kernel = shared.guest_kernel(&image.manifest().machine);
-            Ok(shared.engine.restore(image, Rebind { place, kernel, nic, jail }).await?)
+            shared.engine.restore(image, Rebind { place, kernel, nic, jail }).await?
         }
         Origin::Disk { machine, .. } => {
             let kernel = shared.guest_kernel(machine);
-            Ok(shared.engine.boot(BootSpec { place, machine: machine.clone(), kernel, nic, jail }).await?)
+            shared.engine.boot(BootSpec { place, machine: machine.clone(), kernel, nic, jail }).await?
         }
+    };
+    let kill = Arc::clone(&vm);
+    undo.push("vm", async move {
+        if let Err(e) = kill.kill().await {
+            warn!(error = %e, "the VM of a sandbox that did not start can't be ended");
+        }
+    });
+    match vm.record().restore {
+        Some(t) => (boot.spawn, boot.load) = (millis(t.spawn), millis(t.load)),
+        None => boot.spawn = millis(since.elapsed()),
     }
+    Ok(vm)
 }
 
 /// Fail closed: no answer, no sandbox.

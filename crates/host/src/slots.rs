@@ -8,6 +8,7 @@ use coppice_net::{Egress, NetError, Seat, Slot, SlotRecord, Slots};
 use tracing::warn;
 
 use crate::host::Shared;
+use crate::undo::Undo;
 
 /// Runs a blocking call of the network.
 pub(crate) async fn call<T: Send + 'static>(
@@ -20,9 +21,12 @@ pub(crate) async fn call<T: Send + 'static>(
 }
 
 /// Takes a place whose policy is in force.
-pub(crate) async fn take(shared: &Shared, egress: &Egress) -> Result<Slot, NetError> {
+pub(crate) async fn take(shared: &Arc<Shared>, egress: &Egress, undo: &mut Undo) -> Result<Slot, NetError> {
     let egress = egress.clone();
-    call(shared, move |slots| slots.take(&egress)).await
+    let slot = call(shared, move |slots| slots.take(&egress)).await?;
+    let (give_back, index) = (Arc::clone(shared), slot.index);
+    undo.push("network slot", async move { put(&give_back, index).await });
+    Ok(slot)
 }
 
 /// Changes what a place may reach; in force when this answers.

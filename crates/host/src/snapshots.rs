@@ -13,7 +13,7 @@ use crate::Coded;
 use crate::actor::{Op, OpError};
 use crate::entry::AccessError;
 use crate::host::{Shared, remove_tree};
-use crate::record::{SnapshotKind, SnapshotRecord};
+use crate::record::{SandboxRecord, SnapshotKind, SnapshotRecord};
 use crate::store::StoreError;
 
 /// Why a snapshot was not made or found.
@@ -91,16 +91,7 @@ pub(crate) async fn create(shared: &Arc<Shared>, workspace: &str, id: &str) -> R
         let plan = CapturePlan { image, id: snapshot, durable: true, hold: None };
         let captured = entry.ask(|reply| Op::Capture(Box::new(plan), reply)).await?;
         coppice_fault::point!("snapshot.captured");
-        let sandbox = entry.record();
-        let record = SnapshotRecord {
-            id: snapshot,
-            workspace: sandbox.workspace,
-            sandbox_id: sandbox.id,
-            template: sandbox.template,
-            kind: SnapshotKind::Kept,
-            size_bytes: size_of(captured.image.dir().to_owned()).await,
-            created_at: captured.image.manifest().captured_at,
-        };
+        let record = record_of(&entry.record(), &captured.image, SnapshotKind::Kept).await;
         if let Err(e) = shared.store.put_snapshot(&record).await {
             remove_tree(captured.image.dir().to_owned()).await;
             return Err(e.into());
@@ -113,9 +104,19 @@ pub(crate) async fn create(shared: &Arc<Shared>, workspace: &str, id: &str) -> R
 }
 
 /// Bytes allocated to an image; 0 when it can't be measured, which is no reason to fail.
-pub(crate) async fn size_of(dir: PathBuf) -> u64 {
+/// The record of an image that was just captured of a sandbox.
+pub(crate) async fn record_of(sandbox: &SandboxRecord, image: &MachineImage, kind: SnapshotKind) -> SnapshotRecord {
+    let dir = image.dir().to_owned();
     let measured = tokio::task::spawn_blocking(move || coppice_disk::tree_usage(&dir)).await;
-    measured.ok().and_then(Result::ok).unwrap_or(0)
+    SnapshotRecord {
+        id: image.manifest().id,
+        workspace: sandbox.workspace.clone(),
+        sandbox_id: sandbox.id,
+        template: sandbox.template.clone(),
+        kind,
+        size_bytes: measured.ok().and_then(Result::ok).unwrap_or(0),
+        created_at: image.manifest().captured_at,
+    }
 }
 
 pub(crate) async fn get(shared: &Shared, workspace: &str, id: &str) -> Result<SnapshotRecord, SnapshotError> {

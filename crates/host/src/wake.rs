@@ -142,25 +142,18 @@ impl Actor {
         let room = shared.admission.reserve(&ask, || meter::sums(&shared))?;
         let origin = Origin::Image(Arc::new(image));
 
-        let slot = slots::take(&shared, &asleep.egress).await.map_err(LaunchError::from)?;
-        let (give_back, index) = (Arc::clone(&shared), slot.index);
-        undo.push("network slot", async move { slots::put(&give_back, index).await });
+        let slot = slots::take(&shared, &asleep.egress, undo).await.map_err(LaunchError::from)?;
+        let index = slot.index;
         let mut record = SandboxRecord { network: Some(slots::record(&slot, &asleep.egress)), ..asleep.clone() };
 
         coppice_fault::point!("wake.slot");
         let place = make_place(&shared, &record, &origin, undo).await?;
         coppice_fault::point!("wake.placed");
         let nic = Nic { tap: slot.tap, mac: slot.mac };
-        let vm = launch::start_vm(&shared, &origin, place, (nic, JailSlot { index })).await?;
-        let kill = Arc::clone(&vm);
-        undo.push("vm", async move {
-            if let Err(e) = kill.kill().await {
-                warn!(error = %e, "the VM of a sandbox that did not wake can't be ended");
-            }
-        });
+        let mut boot = BootBreakdown::default();
+        let vm = launch::start_vm(&shared, &origin, place, (nic, JailSlot { index }), &mut boot, undo).await?;
         coppice_fault::point!("wake.started");
         let fork = fork::identity(&record);
-        let mut boot = BootBreakdown::default();
         let session = launch::acknowledge(&vm, &record, &origin, ResumeReason::Wake, fork, &mut boot).await?;
 
         coppice_fault::point!("wake.acknowledged");
