@@ -274,3 +274,8 @@ class Server:
             traces.remove(self.data_dir)
             shutil.rmtree(self.data_dir, ignore_errors=True)
         return left
+
+    def end(self) -> None:
+        """Closes it. Nothing may be left of it."""
+        left = self.close()
+        assert left == [], f"left behind: {left}\n{self.log_tail()}"

@@ -151,8 +151,7 @@ def world(new_server: Callable[..., Server]) -> Iterator[World]:
     server.start()
     parent, sleeper = alive(server), alive(server)
     yield World(server, parent, sleeper, server.client().sandboxes.get(parent.id).snapshot())
-    left = server.close()
-    assert left == [], f"left behind: {left}\n{server.log_tail()}"
+    server.end()
 
 
 def prepare(world: World, operation: str) -> Callable[[], object]:

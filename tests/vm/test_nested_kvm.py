@@ -49,9 +49,7 @@ def compiled_tests() -> dict[str, Path]:
 def inner(workspace: Path) -> Iterator[NestedHost]:
     """The host inside."""
     if "COPPICE_NESTED" not in os.environ:
-        pytest.skip(
-            "of some fifty machines restored there one has rebooted, and it is not known why; `make kvm` runs it"
-        )
+        pytest.skip("a machine restored there may reboot, and it is not known why; `make kvm` runs it")
     try:
         nested.check()
     except CannotRun as reason:
