@@ -5,7 +5,8 @@ import fcntl
 import os
 import struct
 from ipaddress import IPv4Address
-from pathlib import Path
+
+from . import host
 
 libc = ctypes.CDLL(None, use_errno=True)
 # x86-64 numbers (asm/unistd_64.h), and an ioctl of linux/if_tun.h.
@@ -55,23 +56,11 @@ def udp6(source: str, target: str, port: int) -> bytes:
     return struct.pack("!IHBB", 6 << 28, len(body), UDP, 64) + ends + body
 
 
-def links(pid: int) -> list[tuple[int, str]]:
-    """What a process has open."""
-    found = []
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append((int(fd.name), str(fd.readlink())))
-        except FileNotFoundError:
-            # Closed meanwhile.
-            continue
-    return found
-
-
 class Tap:
     """The TAP of a running VMM. Frames that are written to it come out of the machine."""
 
     def __init__(self, pid: int) -> None:
-        entries = [fd for fd, path in links(pid) if path.endswith("/net/tun")]
+        entries = [fd for fd, path in host.links(pid) if path.endswith("/net/tun")]
         assert len(entries) == 1, f"VMM {pid} has the TAPs {entries}"
         process = self._call(PIDFD_OPEN, pid, 0)
         try:

@@ -61,6 +61,30 @@ def memory(pid: int) -> dict[str, int]:
     return sizes
 
 
+def links(pid: int) -> list[tuple[int, str]]:
+    """What a process has open: its descriptors, and where they lead."""
+    found = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append((int(fd.name), str(fd.readlink())))
+        except FileNotFoundError:
+            # Closed meanwhile.
+            continue
+    return found
+
+
+def child_pids(pid: int) -> list[int]:
+    """Of all threads of a process, which may come and go."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            found += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            # It has ended, and its children are another's.
+            continue
+    return found
+
+
 def is_uuid(name: str) -> bool:
     """Whether a name is that of a sandbox's, VM's or snapshot's directory."""
     try:

@@ -1,6 +1,7 @@
 """What a server makes on the host beside its files (namespace, link, rules, control groups), and whether it is gone."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def tables() -> set[str]:
 
 def cgroups(data_dir: Path) -> list[Path]:
     """Control groups of a server, in every hierarchy."""
-    return sorted(CGROUPS.glob(f"**/coppice-{instance(data_dir)}"))
+    name = f"coppice-{instance(data_dir)}"
+    # Not by a pattern of `Path.glob`, to which a group of another server that goes meanwhile is an error.
+    return sorted(Path(folder, name) for folder, inner, _ in os.walk(CGROUPS) if name in inner)
 
 
 def traces(data_dir: Path) -> list[str]:
@@ -53,9 +56,9 @@ def remove(data_dir: Path) -> None:
     for command in commands:
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     for group in cgroups(data_dir):
-        for folder in sorted((one for one in group.glob("**/") if one.is_dir()), key=lambda one: -len(one.parts)):
+        for folder, _, _ in os.walk(group, topdown=False):
             try:
-                folder.rmdir()
+                Path(folder).rmdir()
             except OSError:
                 # Somebody is still in it.
                 continue

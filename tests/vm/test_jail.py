@@ -51,9 +51,7 @@ def server_pids(server: Server) -> list[int]:
     while todo:
         pid = todo.pop()
         found.append(pid)
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            children = [int(one) for one in (task / "children").read_text().split()]
-            todo += [one for one in children if one not in host.vmm_pids(server.data_dir)]
+        todo += [one for one in host.child_pids(pid) if one not in host.vmm_pids(server.data_dir)]
     return found
 
 

@@ -26,9 +26,7 @@ def status(pid: int) -> dict[str, str]:
 
 def other_half(pid: int) -> int:
     """The unprivileged half of the server with this process id: the child with its name; VMMs are its children, too."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
+    found = host.child_pids(pid)
     halves = [child for child in found if b"\0up\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
     assert len(halves) == 1, f"process {pid} has the children {found}"
     return halves[0]
@@ -36,8 +34,8 @@ def other_half(pid: int) -> int:
 
 def inodes(pid: int) -> set[str]:
     """Of the sockets that a process has open."""
-    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-    return {link.removeprefix("socket:[").removesuffix("]") for link in links if link.startswith("socket:")}
+    sockets = [link for _, link in host.links(pid) if link.startswith("socket:")]
+    return {link.removeprefix("socket:[").removesuffix("]") for link in sockets}
 
 
 def listening(pid: int) -> set[int]:
@@ -73,7 +71,7 @@ def test_what_hears_clients_has_no_privileges(own_server: Server) -> None:
         assert status(pid)["Name"] == "coppice"
         assert str(own_server.data_dir).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     # Of what root has open, only what was meant for it: the output, the lock, and the sockets.
-    links = {str(fd.readlink()) for fd in Path(f"/proc/{other}/fd").iterdir()}
+    links = {link for _, link in host.links(other)}
     assert not [link for link in links if link.startswith(("net:", "/dev/net/", "/proc/", "mnt:"))], links
 
 
