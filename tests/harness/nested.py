@@ -230,7 +230,7 @@ def _first_root(modules: closure.Modules, folder: Path) -> bytes:
 def _put_tiny_disk(root: closure.Root, scratch: Path) -> None:
     """A root disk for the engine's conformance, newer than the template's: it is read again and again."""
     tree = closure.Root(scratch)
-    tree.programs(["sh", "cat", "cmp", "rm", "sleep", "mkdir"])
+    tree.programs(["sh", "cat", "cmp", "rm", "sleep", "mkdir", "head", "dd", "sha256sum"])
     for name in ("proc", "sys", "dev", "run", "tmp", "root", "etc"):
         tree.inside(name).mkdir(exist_ok=True)
     disk = root.inside("var/cache/coppice/rootfs/tiny/rootfs.ext4")

@@ -49,7 +49,7 @@ def compiled_tests() -> dict[str, Path]:
 def inner(workspace: Path) -> Iterator[NestedHost]:
     """The host inside."""
     if "COPPICE_NESTED" not in os.environ:
-        pytest.skip("a machine restored there may reboot, and it is not known why; `make kvm` runs it")
+        pytest.skip("kernels crash there now and then, that of the host inside as well; `make kvm` runs it")
     try:
         nested.check()
     except CannotRun as reason:
