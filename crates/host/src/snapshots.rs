@@ -103,7 +103,6 @@ pub(crate) async fn create(shared: &Arc<Shared>, workspace: &str, id: &str) -> R
     made.await.map_err(|_| SnapshotError::Interrupted)?
 }
 
-/// Bytes allocated to an image; 0 when it can't be measured, which is no reason to fail.
 /// The record of an image that was just captured of a sandbox.
 pub(crate) async fn record_of(sandbox: &SandboxRecord, image: &MachineImage, kind: SnapshotKind) -> SnapshotRecord {
     let dir = image.dir().to_owned();
@@ -114,6 +113,7 @@ pub(crate) async fn record_of(sandbox: &SandboxRecord, image: &MachineImage, kin
         sandbox_id: sandbox.id,
         template: sandbox.template.clone(),
         kind,
+        // 0 when it can't be measured, which is no reason to fail.
         size_bytes: measured.ok().and_then(Result::ok).unwrap_or(0),
         created_at: image.manifest().captured_at,
     }
