@@ -25,6 +25,8 @@ from .wire import Wire
 START = 60.0
 #: What it may take to end after SIGTERM.
 STOP = 25.0
+#: What a killed half and the other one after it may take to be gone: not before the disk has what they were writing.
+DEAD = 20.0
 
 
 class ServerFailed(AssertionError):
@@ -150,9 +152,9 @@ class Server:
         assert self.process is not None, "it does not run"
         halves = host.children(self.process.pid)
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(DEAD)
         self.process = None
-        until("the other half of a killed server is gone", lambda: not any(host.runs(half) for half in halves), 5, 0.01)
+        until("the other half of it is gone", lambda: not any(host.runs(half) for half in halves), DEAD, 0.01)
 
     def die(self, cause: Callable[[], object], within: float = 30.0) -> None:
         """Does what makes it end by itself, and waits until both halves are gone."""
@@ -164,7 +166,7 @@ class Server:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end within {within:g} s:\n{self.log_tail(10)}") from None
         self.process = None
-        until("the other half is gone", lambda: not any(host.runs(half) for half in halves), 5, 0.01)
+        until("the other half is gone", lambda: not any(host.runs(half) for half in halves), DEAD, 0.01)
 
     def stop(self) -> int:
         """Ends it politely and gives its exit code. Its VMs run on."""
@@ -174,7 +176,7 @@ class Server:
             code = self.process.wait(STOP)
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(DEAD)
             self.process = None
             raise ServerFailed(f"the server did not end within {STOP:g} s of SIGTERM:\n{self.log_tail()}") from None
         self.process = None

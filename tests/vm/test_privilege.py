@@ -12,10 +12,10 @@ import pytest
 
 from harness import host
 from harness.poll import until
-from harness.server import Server
+from harness.server import DEAD, Server
 
-#: What the other half may take to be gone.
-GONE = 1.0
+#: In the environment of the unprivileged half only.
+HALF = b"COPPICE_UNPRIVILEGED_HALF=true"
 
 
 def status(pid: int) -> dict[str, str]:
@@ -25,9 +25,12 @@ def status(pid: int) -> dict[str, str]:
 
 
 def other_half(pid: int) -> int:
-    """The unprivileged half of the server with this process id: the child with its name; VMMs are its children, too."""
+    """The unprivileged half of the server with this process id: the child that was told so when it was executed.
+
+    VMMs are its children, too, and one that is not executed yet has its parent's arguments and environment.
+    """
     found = host.child_pids(pid)
-    halves = [child for child in found if b"\0up\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    halves = [child for child in found if HALF in Path(f"/proc/{child}/environ").read_bytes()]
     assert len(halves) == 1, f"process {pid} has the children {found}"
     return halves[0]
 
@@ -49,7 +52,7 @@ def listening(pid: int) -> set[int]:
     return ports
 
 
-def gone(pid: int, within: float = GONE) -> None:
+def gone(pid: int, within: float = DEAD) -> None:
     """It ends in time."""
     until(f"process {pid} is gone", lambda: not host.is_alive(pid) or None, within, 0.01)
 
@@ -97,11 +100,11 @@ def test_the_end_of_one_half_is_the_end_of_the_other_and_not_of_sandboxes(own_se
     assert process is not None
     os.kill(root if killed == "root" else other, signal.SIGKILL)
     if killed == "root":
-        process.wait(GONE)
+        process.wait(DEAD)
         gone(other)
         assert "the privileged half of the server is gone" in own_server.log_tail()
     else:
-        assert process.wait(GONE) == 1
+        assert process.wait(DEAD) == 1
         assert "was killed by signal 9" in own_server.log_tail()
     assert host.is_alive(vmm)
     own_server.process = None
@@ -143,6 +146,6 @@ def test_killed_at_any_moment_of_its_start_it_comes_up_again(own_server: Server)
         except (AssertionError, OSError):
             victim = process.pid
         host.kill(victim)
-        process.wait(GONE + took)
+        process.wait(DEAD)
     own_server.start()
     assert own_server.client().sandboxes.list() == []
