@@ -72,8 +72,8 @@ crash: ## kill -9 of the server at every fault point, by every operation that co
 rounds: ## 100 rounds of hibernate and wake, 200 of create and delete
 	@COPPICE_ROUNDS=full $(MAKE) --no-print-directory test-vm PYTEST="-s -o faulthandler_timeout=0 -k test_rounds"
 
-kvm: ## The same product where KVM runs unmodified kernels: in a host inside this one (three gigabytes of memory, both CPUs)
-	@COPPICE_NESTED=1 $(MAKE) --no-print-directory test-vm PYTEST="-n 0 -k test_nested_kvm"
+kvm: ## The same product where KVM runs unmodified kernels, in a host inside this one, with hibernate and wake
+	@COPPICE_NESTED_SLEEPS=1 $(MAKE) --no-print-directory test-vm PYTEST="-n 0 -k test_nested_kvm"
 
 # --- demo -------------------------------------------------------------------------------------------------------------
 

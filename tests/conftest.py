@@ -142,6 +142,11 @@ def nothing_left(request: pytest.FixtureRequest, longer_lived: set[str]) -> Iter
         assert not left, f"the test left {kind}: {left}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes begins first: begun last, it would run on alone when all others are done."""
+    items.sort(key=lambda item: item.get_closest_marker("first") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """A failed test shows the end of its servers' logs."""

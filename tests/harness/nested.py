@@ -27,9 +27,9 @@ SPARE_MIB = 1024
 #: Of its disk, which is sparse.
 DISK_GIB = 12
 #: What its start may take, until its first process answers.
-BOOT = 150.0
+BOOT = 240.0
 #: What a command may take: other tests may run at the same time.
-LONG = 200.0
+LONG = 300.0
 #: Where our programs are in it.
 PROGRAM = "/opt/coppice/coppice"
 RECIPES = "/opt/coppice/recipes"
@@ -328,7 +328,11 @@ def _command(vmlinuz: Path, first: Path, image: Path, console: Path, channel: in
         *("-accel", "tcg,thread=multi,tb-size=512"),
         # As the product's own emulated machines, and with what KVM needs.
         *("-cpu", "max,+svm,erms=off,fsrm=off,la57=off"),
-        *("-smp", "2", "-m", f"{MEMORY_MIB}M"),
+        # One processor. With two, a guest or this host's own kernel crashed: in 2 of 3 runs of the conformance with
+        # `tb-size=48`, and in 0 of 4 with one. As far as the source tells (7.2 to 10.2): VMRUN leaves the vector that
+        # it has injected in `exception_index`, and a processor that has to leave its loop for no interrupt, as when
+        # another one throws translated code away, delivers it once more.
+        *("-smp", "1", "-m", f"{MEMORY_MIB}M"),
         *("-serial", f"file:{console}"),
         *("-drive", f"if=none,id=disk,format=raw,file={image},cache=unsafe,discard=unmap"),
         *("-device", "virtio-blk-device,drive=disk"),
