@@ -61,6 +61,12 @@ def memory(pid: int) -> dict[str, int]:
     return sizes
 
 
+def bytes_read(pid: int) -> int:
+    """What a process has had read from disks so far."""
+    lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
 def links(pid: int) -> list[tuple[int, str]]:
     """What a process has open: its descriptors, and where they lead."""
     found = []

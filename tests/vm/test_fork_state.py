@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pandastack import Client, Sandbox
 
+from harness import host
 from harness.guest import Told, ask_holder, identity, sh, start_holder
 from harness.poll import until
 from harness.server import Server
@@ -184,3 +185,20 @@ def test_many_forks_of_one_running_parent(sandbox: Sandbox) -> None:
         now = ask_holder(sandbox).ticks
         assert now > ticks
         ticks = now
+
+
+def test_children_do_not_wait_for_a_disk_to_read_what_their_parent_has_in_memory(
+    server: Server, sandbox: Sandbox, fork_tree: Callable
+) -> None:
+    """Their memory file is new, and what it shares with the parent's is read ahead while they start."""
+    of_parent = host.memory(server.vmm(sandbox))
+    mapped = of_parent["Rss"] - of_parent["Anonymous"]
+
+    def read_in_time() -> bool:
+        (child,) = fork_tree(sandbox, 1)
+        read = host.bytes_read(server.vmm(child))
+        print(f"the parent has mapped {mapped >> 20} MiB, its child has waited for {read >> 20} MiB")
+        return read < mapped / 2
+
+    # A disk or a host that is busy with other tests may be late.
+    assert any(read_in_time() for _ in range(6))

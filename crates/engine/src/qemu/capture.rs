@@ -2,13 +2,15 @@
 //!
 //! Before the pause everything is made that can be: files, clones of what is immutable, staging memory; what the disk has
 //! in the page cache is flushed. Inside the pause only: stop, device state, disk reflink, finding and copying written
-//! pages, resume. After it: pages and device state go to their files, the manifest completes the image.
+//! pages, resume. After it: pages and device state go to their files, the manifest completes the image; what machines of
+//! it will read of the cloned base is read ahead.
 //!
 //! The pause runs in a task of its own that always gets to the resume, also when nobody waits for it any more. It does not
 //! decide when a capture is due or what becomes of the image.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
+use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -17,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use coppice_disk::{CloneError, CloneKind, clone_fd};
 use coppice_snapshot::{CreateImageError, EngineKind, FileInfo, MachineImage, Manifest, PendingImage};
+use rustix::fs::Advice;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
 
@@ -76,6 +79,9 @@ async fn run(vm: &Arc<Inner>, plan: CapturePlan) -> Result<Captured, CaptureErro
         tracing::debug!(%error, "the device state's descriptor was not removed");
     }
     let (ready, paused) = paused?;
+    if vm.memory_base.is_some() && !ready.plan.durable {
+        read_ahead(&ready);
+    }
     let facts = ManifestFacts {
         engine_version: vm.facts.capabilities.version.clone(),
         accel: vm.facts.capabilities.accel,
@@ -88,7 +94,7 @@ async fn run(vm: &Arc<Inner>, plan: CapturePlan) -> Result<Captured, CaptureErro
 /// Everything that is open and made before the pause.
 struct Ready {
     plan: CapturePlan,
-    memory: GuestMemory,
+    memory: Arc<GuestMemory>,
     memory_file: MemoryFile,
     arena: Arena,
     disk: File,
@@ -118,6 +124,7 @@ async fn prepare(vm: &Arc<Inner>, plan: CapturePlan) -> Result<Ready, CaptureErr
     })
     .await?;
     let (plan, memory, memory_file, disk, disk_clone, devices, writer, written) = prepared;
+    let memory = Arc::new(memory);
     // The machine runs on and writes more until it is stopped.
     let want = written.saturating_add(written / 8).saturating_add(MARGIN).min(len);
     let arena = vm.facts.arenas.take(want).await.map_err(memory_error)?;
@@ -222,6 +229,27 @@ fn stage(memory: &GuestMemory, file: &MemoryFile, arena: &mut Arena) -> io::Resu
         file.write(&ranges, arena.bytes().get(..len).unwrap_or_default())?;
         ranges = rest;
     }
+}
+
+/// Has the kernel read into memory what the machine has mapped of its base image, which is about what machines of the new image
+/// will read next: in their memory file it is a clone, of which no page is in memory, and they would wait for the disk. Runs
+/// beside everything else and is waited for by nobody.
+fn read_ahead(ready: &Ready) {
+    let memory = Arc::clone(&ready.memory);
+    let file = ready.memory_file.reader();
+    let read = move || -> io::Result<u64> {
+        let file = file?;
+        let ranges = memory.read()?;
+        for range in &ranges {
+            rustix::fs::fadvise(&file, range.start, NonZeroU64::new(range.len), Advice::WillNeed)?;
+        }
+        Ok(total(&ranges))
+    };
+    let begin = Instant::now();
+    drop(tokio::task::spawn_blocking(move || match read() {
+        Ok(bytes) => tracing::debug!(bytes, took = ?begin.elapsed(), "read ahead"),
+        Err(error) => tracing::debug!(%error, "nothing is read ahead"),
+    }));
 }
 
 struct ManifestFacts {

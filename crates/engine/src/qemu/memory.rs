@@ -52,19 +52,29 @@ impl GuestMemory {
 
     /// Which pages the machine has written since it started. Only exact while it is stopped.
     pub fn written(&self) -> io::Result<Vec<Range>> {
-        match self.scan() {
+        self.pages(Kind::Written)
+    }
+
+    /// Which pages of the file are mapped as they are: what the machine has lately read, and not written.
+    pub fn read(&self) -> io::Result<Vec<Range>> {
+        self.pages(Kind::Read)
+    }
+
+    fn pages(&self, kind: Kind) -> io::Result<Vec<Range>> {
+        match self.scan(kind) {
             // ENOTTY, EINVAL: a kernel before 6.7.
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => self.read_pagemap(),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => self.read_pagemap(kind),
             result => result,
         }
     }
 
     /// By `PAGEMAP_SCAN`: the kernel walks its page tables and answers with ranges.
-    fn scan(&self) -> io::Result<Vec<Range>> {
+    fn scan(&self, kind: Kind) -> io::Result<Vec<Range>> {
         let mut found = vec![PageRegion::default(); SCAN_BATCH];
         let mut ranges: Vec<Range> = Vec::new();
         let end = self.start + self.len;
         let mut at = self.start;
+        let (inverted, mask) = kind.categories();
         while at < end {
             let mut arg = PmScanArg {
                 size: size_of::<PmScanArg>() as u64,
@@ -72,9 +82,8 @@ impl GuestMemory {
                 end,
                 vec: found.as_mut_ptr().expose_provenance() as u64,
                 vec_len: SCAN_BATCH as u64,
-                // Anonymous: not of the file, and there.
-                category_inverted: PAGE_IS_FILE,
-                category_mask: PAGE_IS_FILE,
+                category_inverted: inverted,
+                category_mask: mask,
                 category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
                 return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
                 ..PmScanArg::default()
@@ -96,7 +105,7 @@ impl GuestMemory {
     }
 
     /// By reading eight bytes for each page.
-    fn read_pagemap(&self) -> io::Result<Vec<Range>> {
+    fn read_pagemap(&self, kind: Kind) -> io::Result<Vec<Range>> {
         let mut ranges = Vec::new();
         let mut entries = vec![0u8; 128 << 10];
         let pages = self.len / PAGE;
@@ -106,14 +115,38 @@ impl GuestMemory {
             let Some(buffer) = entries.get_mut(..want) else { break };
             self.pagemap.read_exact_at(buffer, (self.start / PAGE + page) * 8)?;
             for entry in buffer.as_chunks::<8>().0 {
-                let entry = u64::from_ne_bytes(*entry);
-                if entry & (PM_PRESENT | PM_SWAP) != 0 && entry & PM_FILE == 0 {
+                if kind.is(u64::from_ne_bytes(*entry)) {
                     push(&mut ranges, page * PAGE, PAGE);
                 }
                 page += 1;
             }
         }
         Ok(ranges)
+    }
+}
+
+/// What became of a page of the file in a machine that maps it privately.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    /// Anonymous: not of the file any more, and there.
+    Written,
+    /// Of the file, and there.
+    Read,
+}
+
+impl Kind {
+    /// For `PAGEMAP_SCAN`: categories that must not hold, and that are looked at beside those of a page that is there.
+    fn categories(self) -> (u64, u64) {
+        match self {
+            Self::Written => (PAGE_IS_FILE, PAGE_IS_FILE),
+            Self::Read => (0, PAGE_IS_FILE),
+        }
+    }
+
+    /// Whether an entry of a page map says so.
+    fn is(self, entry: u64) -> bool {
+        let of_file = entry & PM_FILE != 0;
+        entry & (PM_PRESENT | PM_SWAP) != 0 && of_file == matches!(self, Self::Read)
     }
 }
 
@@ -222,8 +255,15 @@ mod tests {
         let memory = GuestMemory::find(privileged, id, len).unwrap();
         let page = |n: u64, count: u64| Range { start: n * PAGE, len: count * PAGE };
         let expected = vec![page(0, 2), page(5, 1), page(63, 1), page(764, 1)];
-        assert_eq!(memory.read_pagemap().unwrap(), expected);
+        assert_eq!(memory.read_pagemap(Kind::Written).unwrap(), expected);
         assert_eq!(memory.written().unwrap(), expected);
+        // Again: a write to a huge page takes what was only read of it out of the page table.
+        // SAFETY: as above.
+        assert_eq!(unsafe { map.add(9 * 4096).read_volatile() }, 7);
+        let read = memory.read().unwrap();
+        assert_eq!(memory.read_pagemap(Kind::Read).unwrap(), read);
+        let is_in = |page: &usize| read.iter().any(|r| (r.start..r.start + r.len).contains(&(*page as u64 * PAGE)));
+        assert!(is_in(&9) && !written.iter().any(is_in), "{read:?}");
         let mut arena = pool.take(8 << 20).await.unwrap();
         memory.copy(&expected, &arena).unwrap();
         let firsts: Vec<u8> = arena.bytes().chunks(4096).take(5).map(|p| p[0]).collect();

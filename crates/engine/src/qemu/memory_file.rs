@@ -61,6 +61,11 @@ impl MemoryFile {
         Ok(())
     }
 
+    /// The same file, to read ahead in.
+    pub fn reader(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+
     /// Bytes that were written so far; zeros that became holes are not.
     pub fn written(&self) -> u64 {
         self.written.get()
