@@ -5,6 +5,7 @@ page cache is shared, and a server that somebody else runs on the prepared direc
 """
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -34,10 +35,20 @@ class ServerFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody listens on.
+
+    None of those that the kernel gives to connections: one may have it as its own when a server that was killed starts
+    again, even the very connection that looks whether the server is there.
+    """
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as probe:
+            port = random.SystemRandom().randrange(max(below - 10_000, 1024), below)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def link_tree(source: Path, target: Path) -> None:
