@@ -157,7 +157,7 @@ class Server:
     def kill9(self) -> None:
         """Ends it without a chance to tidy up: the process that was started. Its VMs run on.
 
-        Its other half follows within a second, and answers until then: it is waited for, so that nobody takes it for
+        Its other half follows, and answers until then: it is waited for, so that nobody takes it for
         the next server.
         """
         assert self.process is not None, "it does not run"

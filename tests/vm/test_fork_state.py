@@ -187,7 +187,7 @@ def test_many_forks_of_one_running_parent(sandbox: Sandbox) -> None:
         ticks = now
 
 
-def test_children_do_not_wait_for_a_disk_to_read_what_their_parent_has_in_memory(
+def test_most_of_what_a_parent_has_mapped_is_read_ahead_for_its_children(
     server: Server, sandbox: Sandbox, fork_tree: Callable
 ) -> None:
     """Their memory file is new, and what it shares with the parent's is read ahead while they start."""
